@@ -21,7 +21,7 @@ use std::io;
 use std::os::fd::AsFd as _;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -75,7 +75,9 @@ pub struct Link {
 struct Shared {
     stop: AtomicBool,
     dark: AtomicBool,
-    udp_dark: AtomicBool,
+    /// Sizes of the largest packets that are not dropped, in bytes.
+    largest_udp: AtomicUsize,
+    largest_tcp: AtomicUsize,
     nat: Mutex<Nat>,
     forwarded: AtomicU64,
     dropped: AtomicU64,
@@ -118,7 +120,8 @@ impl Link {
         let shared = Arc::new(Shared {
             stop: AtomicBool::new(false),
             dark: AtomicBool::new(false),
-            udp_dark: AtomicBool::new(false),
+            largest_udp: AtomicUsize::new(usize::MAX),
+            largest_tcp: AtomicUsize::new(usize::MAX),
             nat: Mutex::default(),
             forwarded: AtomicU64::new(0),
             dropped: AtomicU64::new(0),
@@ -146,7 +149,18 @@ impl Link {
 
     /// Drops every UDP packet while `dark` is true.
     pub fn set_udp_dark(&self, dark: bool) {
-        self.shared.udp_dark.store(dark, Ordering::Relaxed);
+        self.set_largest_udp(if dark { 0 } else { usize::MAX });
+    }
+
+    /// Drops every packet that is not UDP while `dark` is true.
+    pub fn set_tcp_dark(&self, dark: bool) {
+        let largest = if dark { 0 } else { usize::MAX };
+        self.shared.largest_tcp.store(largest, Ordering::Relaxed);
+    }
+
+    /// Drops every UDP packet of more than `bytes` bytes, with its IP header. No router reports the loss.
+    pub fn set_largest_udp(&self, bytes: usize) {
+        self.shared.largest_udp.store(bytes, Ordering::Relaxed);
     }
 
     /// Lets the NAT device at the dialer's end forget its UDP flows: the listener sees the dialer's next packets from
@@ -205,8 +219,12 @@ impl Shared {
             return;
         };
         let conditions = *self.conditions.lock();
-        let is_dark = self.dark.load(Ordering::Relaxed)
-            || (is_udp(packet) && self.udp_dark.load(Ordering::Relaxed));
+        let largest = match is_udp(packet) {
+            true => &self.largest_udp,
+            false => &self.largest_tcp,
+        };
+        let is_dark =
+            self.dark.load(Ordering::Relaxed) || packet.len() > largest.load(Ordering::Relaxed);
         let is_taken = !is_dark && ways[way].push(Instant::now(), packet, &conditions);
         let counter = if is_taken {
             &self.forwarded

@@ -6,19 +6,24 @@ use culvert_kit::check;
 use culvert_kit::client::BoxedStream;
 use culvert_kit::pki::CLUSTER_NAME;
 use culvert_kit::services::Services;
+use culvert_tests::balancer::Balancer;
 use culvert_tests::link::{self, Conditions, FAR, Link};
 use culvert_tests::namespace::{alone, hosts};
-use culvert_tests::{Mode, Topology, Transport, eventually};
+use culvert_tests::{Executable, Mode, Topology, Transport, eventually};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 
-use crate::support::{LIMIT, timely};
+use crate::resumes::{Load, closed};
+use crate::support::{LIMIT, timely, value};
 
 const KIB: u64 = 1024;
 
 /// Any port: the network belongs to the test.
 const QUIC_PORT: &str = "--agent-quic-port=18443";
+
+/// Longest time without an answer on a busy machine that has many streams. Shorter than the outages.
+const LOADED: Duration = Duration::from_secs(3);
 
 /// Starts a server that offers QUIC, and an agent that reaches the server over the link.
 async fn start(transport: &str) -> Topology {
@@ -59,16 +64,13 @@ async fn wait_for_quic(topology: &Topology, services: &Services) {
     .await;
 }
 
-/// Waits until the agent has tried QUIC without success.
-async fn wait_for_failed_probe(topology: &Topology) {
-    eventually("a failed probe", LIMIT, async || {
-        let labels = [("outcome", "failed")];
+/// Waits until the agent has tried QUIC `count` times with this outcome.
+async fn wait_for_probe(topology: &Topology, outcome: &str, count: f64) {
+    eventually(&format!("{count} probes {outcome}"), LIMIT, async || {
         let metrics = topology.agent_metrics(0).await;
-        let failed = metrics.value("culvert_quic_probes_total", &labels);
-        match failed.unwrap_or_default() > 0.0 {
-            true => Ok(()),
-            false => Err("no failed probe".to_owned()),
-        }
+        let labels = [("outcome", outcome)];
+        let tried = value(&metrics, "culvert_quic_probes_total", &labels);
+        (tried >= count).then_some(()).ok_or(tried)
     })
     .await;
 }
@@ -132,7 +134,7 @@ fn udp_that_never_arrives_delays_no_dial() {
         for _ in 0..20 {
             dial(&mut slowest).await;
         }
-        wait_for_failed_probe(&topology).await;
+        wait_for_probe(&topology, "failed", 1.0).await;
         for _ in 0..20 {
             dial(&mut slowest).await;
         }
@@ -182,6 +184,132 @@ fn dials_move_to_tcp_within_a_second_when_udp_stops_and_return_afterwards() {
 }
 
 #[test]
+fn streams_survive_a_path_that_begins_to_drop_large_datagrams() {
+    if !link::is_possible() {
+        return;
+    }
+    alone(async || {
+        let conditions = Conditions {
+            delay: Duration::from_millis(5),
+            rate: Some(12.5e6),
+            ..Conditions::default()
+        };
+        let link = Link::start(conditions, 11).unwrap();
+        let services = Services::start().await.unwrap();
+        let mut topology = start("--transport=quic").await;
+        wait_for_quic(&topology, &services).await;
+        // Both ends find the largest size, 1,452 bytes without headers.
+        let stream = open(&topology, &services).await;
+        check::download(stream, 4096 * KIB).await.unwrap();
+        let stream = open(&topology, &services).await;
+        check::upload(stream, 4096 * KIB).await.unwrap();
+        let before = dials(&topology, "opened").await;
+        let mut checks = JoinSet::new();
+        for _ in 0..8 {
+            checks.spawn(check::download(
+                open(&topology, &services).await,
+                1024 * KIB,
+            ));
+            checks.spawn(check::upload(open(&topology, &services).await, 1024 * KIB));
+            checks.spawn(check::echo(open(&topology, &services).await, 100, 500));
+        }
+        assert_eq!(dials(&topology, "opened").await - before, 24.0);
+        // QUIC needs 1,200 bytes (RFC 9000, 14), and 28 bytes are headers.
+        link.set_largest_udp(1300);
+        let dropped = link.dropped();
+        for checked in timely("all checks", checks.join_all()).await {
+            checked.unwrap();
+        }
+        assert!(link.dropped() > dropped, "no datagram was large");
+        wait_for_quic(&topology, &services).await;
+        let log = topology.agent(0).log();
+        assert!(!log.contains("the QUIC link has ended"), "{log}");
+    });
+}
+
+/// Waits until the first server has as many QUIC links.
+async fn wait_for_links(topology: &Topology, count: f64) {
+    eventually(&format!("{count} QUIC links"), LIMIT, async || {
+        let metrics = topology.server_metrics(0).await;
+        let links = value(&metrics, "culvert_quic_links", &[]);
+        (links == count).then_some(()).ok_or(links)
+    })
+    .await;
+}
+
+#[test]
+fn reset_tcp_connections_cut_no_stream_over_quic() {
+    alone(async || {
+        let services = Services::start().await.unwrap();
+        let builder = Topology::builder(Mode::HttpConnect, Transport::Uds).servers(1);
+        let no_grace = "--resume-grace=0";
+        let builder = builder.server_args(&[QUIC_PORT, no_grace]);
+        let mut topology = builder.start().await;
+        // QUIC does not pass the balancer.
+        let balancer = Balancer::start(vec![topology.agent_address(0)]).await;
+        let port = format!("--proxy-server-port={}", balancer.addr().port());
+        let args = [port.as_str(), "--transport=quic", no_grace];
+        topology.add_agent(Executable::Ours, &args).await;
+        topology.wait_for_agents().await;
+        wait_for_quic(&topology, &services).await;
+        let before = dials(&topology, "opened").await;
+        let load = Load::start(&topology, &services).await;
+        let opened = dials(&topology, "opened").await - before;
+        for connected in [2.0, 3.0, 4.0] {
+            balancer.reset();
+            wait_for_probe(&topology, "connected", connected).await;
+            // The first link has lost its TCP connection, and lives as long as its streams.
+            wait_for_links(&topology, 2.0).await;
+            wait_for_quic(&topology, &services).await;
+        }
+        let gap = load.finish().await;
+        println!("longest gap of {opened} streams: {gap:?}");
+        assert!(gap < LOADED, "{gap:?}");
+        for metrics in [
+            topology.server_metrics(0).await,
+            topology.agent_metrics(0).await,
+        ] {
+            assert_eq!(closed(&metrics), 0.0, "{}", metrics.text());
+        }
+        wait_for_links(&topology, 1.0).await;
+    });
+}
+
+#[test]
+fn silence_of_the_tcp_connection_delays_no_stream_and_no_dial_over_quic() {
+    if !link::is_possible() {
+        return;
+    }
+    alone(async || {
+        let link = Link::start(Conditions::default(), 1).unwrap();
+        let services = Services::start().await.unwrap();
+        let topology = start("--transport=quic").await;
+        wait_for_quic(&topology, &services).await;
+        let load = Load::start(&topology, &services).await;
+        link.set_tcp_dark(true);
+        let dark = Instant::now();
+        while dark.elapsed() < Duration::from_secs(5) {
+            let started = Instant::now();
+            let stream = open(&topology, &services).await;
+            check::echo(stream, 1, 100).await.unwrap();
+            let lasted = started.elapsed();
+            assert!(lasted < Duration::from_secs(1), "{lasted:?}");
+        }
+        link.set_tcp_dark(false);
+        let gap = load.finish().await;
+        println!("longest gap: {gap:?}");
+        assert!(gap < LOADED, "{gap:?}");
+        assert_eq!(dials(&topology, "moved").await, 0.0);
+        for metrics in [
+            topology.server_metrics(0).await,
+            topology.agent_metrics(0).await,
+        ] {
+            assert_eq!(closed(&metrics), 0.0, "{}", metrics.text());
+        }
+    });
+}
+
+#[test]
 fn loss_on_the_tcp_connection_moves_new_connections_to_quic() {
     if !link::is_possible() {
         return;
@@ -195,14 +323,7 @@ fn loss_on_the_tcp_connection_moves_new_connections_to_quic() {
         let services = Services::start().await.unwrap();
         let topology = start("--transport=auto").await;
         // Without loss, connections use TCP although the link over QUIC exists.
-        eventually("a QUIC link", LIMIT, async || {
-            let metrics = topology.server_metrics(0).await;
-            match metrics.value("culvert_quic_links", &[]) {
-                Some(1.0) => Ok(()),
-                other => Err(format!("{other:?} links")),
-            }
-        })
-        .await;
+        wait_for_links(&topology, 1.0).await;
         let stream = open(&topology, &services).await;
         check::download(stream, 4096 * KIB).await.unwrap();
         assert_eq!(dials(&topology, "opened").await, 0.0);

@@ -74,7 +74,7 @@ async fn away(topology: &Topology, count: f64) {
     .await;
 }
 
-fn closed(metrics: &Metrics) -> f64 {
+pub(crate) fn closed(metrics: &Metrics) -> f64 {
     let of_reason = |reason| {
         let name = "culvert_connections_closed_total";
         value(metrics, name, &[("reason", reason)])
@@ -83,14 +83,14 @@ fn closed(metrics: &Metrics) -> f64 {
 }
 
 /// Streams with traffic in both directions whose every byte is verified, until the end of the load.
-struct Load {
+pub(crate) struct Load {
     stop: Arc<AtomicBool>,
     tasks: JoinSet<(u64, Duration)>,
 }
 
 impl Load {
     /// Opens [`STREAMS`] streams: every tenth is a download, the others are echoes.
-    async fn start(topology: &Topology, services: &Services) -> Self {
+    pub(crate) async fn start(topology: &Topology, services: &Services) -> Self {
         let (stop, mut tasks) = (Arc::new(AtomicBool::new(false)), JoinSet::new());
         for stream in 0..STREAMS {
             let opened = open(topology, &services.raw.to_string()).await;
@@ -103,7 +103,7 @@ impl Load {
     }
 
     /// Ends the load, and returns the longest time without an answer.
-    async fn finish(self) -> Duration {
+    pub(crate) async fn finish(self) -> Duration {
         self.stop.store(true, Ordering::Relaxed);
         let ended = timely("the end of the load", self.tasks.join_all()).await;
         assert_eq!(ended.len(), STREAMS);
