@@ -6,7 +6,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use culvert_host::net::loss::{LossMeter, Packets};
+use culvert_host::net::loss::{Loss, LossMeter, Packets};
 use tokio::time::Instant;
 
 /// Time for which the path must stay clean before new dials use TCP again.
@@ -28,6 +28,8 @@ pub(crate) struct Path {
     cuts: Cuts,
     /// Time until which the path counts as lossy.
     lossy_until: Option<Instant>,
+    /// Time until which QUIC counts as slow although the path is not.
+    slow_until: Option<Instant>,
 }
 
 // === impl Cuts ===
@@ -62,7 +64,13 @@ impl Path {
             quic: LossMeter::default(),
             cuts,
             lossy_until: None,
+            slow_until: None,
         }
+    }
+
+    /// Records that many packets of a QUIC link are lost, in either direction.
+    pub(crate) fn slow(&mut self, now: Instant) {
+        self.slow_until = Some(now + CLEAN);
     }
 
     /// Forgets the counters of the last QUIC link.
@@ -77,12 +85,20 @@ impl Path {
         tcp: Option<Packets>,
         quic: Packets,
     ) -> bool {
-        let by_tcp = tcp.is_some_and(|packets| self.tcp.sample(now, packets));
+        let by_tcp = tcp.map_or(Loss::Little, |packets| self.tcp.sample(now, packets));
         let by_quic = self.quic.sample(now, quic);
-        if by_tcp || by_quic {
+        if by_tcp > Loss::Little || by_quic > Loss::Little {
             self.lossy_until = Some(now + CLEAN);
         }
-        self.lossy_until.is_some_and(|until| now < until) || self.cuts.recent(now) >= CUTS
+        if by_quic == Loss::Heavy {
+            self.slow(now);
+        }
+        if by_tcp > Loss::Little {
+            // TCP has the same problem.
+            self.slow_until = None;
+        }
+        let lasts = |until: Option<Instant>| until.is_some_and(|until| now < until);
+        (lasts(self.lossy_until) || self.cuts.recent(now) >= CUTS) && !lasts(self.slow_until)
     }
 }
 
@@ -115,6 +131,34 @@ mod tests {
             assert!(look(20, lost(4000, 50)));
             assert!(look(600, lost(4000, 50)));
             assert!(!look(621, lost(4000, 50)));
+        }
+    }
+
+    #[test]
+    fn heavy_loss_of_quic_alone_prefers_tcp_until_tcp_loses_packets_too() {
+        let start = Instant::now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        for is_reported in [false, true] {
+            let mut path = Path::new(Cuts::default());
+            let mut look = |seconds, tcp, quic| path.prefers_quic(at(seconds), Some(tcp), quic);
+            let (tcp, none) = (lost(4000, 50), lost(0, 0));
+            assert!(!look(0, lost(0, 0), none));
+            assert!(look(5, tcp, none));
+            // The loss of the TCP connection is older than a minute when QUIC loses packets.
+            for seconds in (65..130).step_by(5) {
+                assert!(look(seconds, tcp, none));
+            }
+            let quic = match is_reported {
+                true => lost(4000, 10),
+                false => lost(4000, 1000),
+            };
+            if is_reported {
+                path.slow(at(130));
+            }
+            let mut look = |seconds, tcp, quic| path.prefers_quic(at(seconds), Some(tcp), quic);
+            assert!(!look(130, tcp, quic));
+            assert!(!look(200, lost(9000, 50), quic));
+            assert!(look(205, lost(19_000, 200), quic));
         }
     }
 

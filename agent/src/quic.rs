@@ -288,6 +288,11 @@ impl Probe {
                 );
             }
         };
+        let on_word = |word| {
+            if word == Word::Slow {
+                path.lock().slow(Instant::now());
+            }
+        };
         let accept = async {
             loop {
                 match link.accept().await {
@@ -300,7 +305,7 @@ impl Probe {
             }
         };
         let cause = tokio::select! {
-            cause = link.run(control, words, |_| {}, on_silence) => cause,
+            cause = link.run(control, words, on_word, on_silence) => cause,
             cause = accept => cause,
             cause = self.prefer(&link, path, socket) => cause,
             cause = retired(&link, ended) => cause,
@@ -323,11 +328,7 @@ impl Probe {
         loop {
             let tcp = socket.lock().as_ref().and_then(Packets::of_tcp);
             let of_link = link.path();
-            let quic = Packets {
-                sent: of_link.sent_packets,
-                lost: of_link.lost_packets,
-                ..Packets::default()
-            };
+            let quic = Packets::of_sender(of_link.sent_packets, of_link.lost_packets);
             let is_lossy = path.lock().prefers_quic(Instant::now(), tcp, quic);
             let wanted = match is_lossy || self.config.transport == LinkTransport::Quic {
                 true => Preferred::Quic,

@@ -18,6 +18,10 @@ const ENOUGH_PACKETS: u64 = 1000;
 /// A direction is lossy if more than one packet in this many is lost, by the counters of its sender.
 const LOST_ONE_IN: u64 = 1000;
 
+/// The loss is heavy if more than one packet in this many is lost. Even the congestion control of a link for lossy paths
+/// carries little then.
+const HEAVY_ONE_IN: u64 = 5;
+
 /// A direction is lossy if more than one packet in this many arrives out of order, by the counters of its receiver. A
 /// lost packet puts all packets out of order that arrive before its retransmission.
 const DISORDERED_ONE_IN: u64 = 200;
@@ -35,6 +39,17 @@ pub struct Packets {
     pub disordered: u64,
 }
 
+/// Loss of a path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Loss {
+    /// Too little to matter, or too few packets for a judgement.
+    Little,
+    /// Enough to delay all connections that share a TCP connection.
+    Some,
+    /// More than usual paths lose: a device mangles or drops the packets.
+    Heavy,
+}
+
 /// Samples of the last minute.
 #[derive(Debug, Default)]
 pub struct LossMeter {
@@ -44,6 +59,15 @@ pub struct LossMeter {
 // === impl Packets ===
 
 impl Packets {
+    /// Returns the counters of sent packets.
+    pub fn of_sender(sent: u64, lost: u64) -> Self {
+        Self {
+            sent,
+            lost,
+            ..Self::default()
+        }
+    }
+
     /// Returns the kernel's counters of a TCP connection. `None` if the kernel does not report them.
     pub fn of_tcp(socket: &impl AsFd) -> Option<Self> {
         let info = getsockopt(socket, TcpInfo).ok()?;
@@ -59,8 +83,8 @@ impl Packets {
 // === impl LossMeter ===
 
 impl LossMeter {
-    /// Adds a sample. Returns true if the path has lost packets within the last minute.
-    pub fn sample(&mut self, now: Instant, packets: Packets) -> bool {
+    /// Adds a sample. Returns the loss within the last minute.
+    pub fn sample(&mut self, now: Instant, packets: Packets) -> Loss {
         while let Some((at, _)) = self.samples.get(1)
             && now.duration_since(*at) >= WINDOW
         {
@@ -68,7 +92,7 @@ impl LossMeter {
         }
         self.samples.push_back((now, packets));
         let Some((_, first)) = self.samples.front() else {
-            return false;
+            return Loss::Little;
         };
         let exceeds = |all: u64, bad: u64, one_in: u64| {
             all >= ENOUGH_PACKETS && bad.saturating_mul(one_in) > all
@@ -77,7 +101,13 @@ impl LossMeter {
         let lost = packets.lost.saturating_sub(first.lost);
         let received = packets.received.saturating_sub(first.received);
         let disordered = packets.disordered.saturating_sub(first.disordered);
-        exceeds(sent, lost, LOST_ONE_IN) || exceeds(received, disordered, DISORDERED_ONE_IN)
+        if exceeds(sent, lost, HEAVY_ONE_IN) {
+            return Loss::Heavy;
+        }
+        match exceeds(sent, lost, LOST_ONE_IN) || exceeds(received, disordered, DISORDERED_ONE_IN) {
+            true => Loss::Some,
+            false => Loss::Little,
+        }
     }
 }
 
@@ -96,18 +126,20 @@ mod tests {
 
     #[test]
     fn path_is_lossy_in_either_direction_beyond_its_threshold() {
-        for (sample, is_lossy) in [
-            (packets(999, 999, 999, 999), false),
-            (packets(10_000, 10, 0, 0), false),
-            (packets(10_000, 11, 0, 0), true),
-            (packets(0, 0, 10_000, 50), false),
-            (packets(0, 0, 10_000, 51), true),
+        for (sample, loss) in [
+            (packets(999, 999, 999, 999), Loss::Little),
+            (packets(10_000, 10, 0, 0), Loss::Little),
+            (packets(10_000, 11, 0, 0), Loss::Some),
+            (packets(10_000, 2000, 0, 0), Loss::Some),
+            (packets(10_000, 2001, 0, 0), Loss::Heavy),
+            (packets(0, 0, 10_000, 50), Loss::Little),
+            (packets(0, 0, 10_000, 51), Loss::Some),
         ] {
             let mut meter = LossMeter::default();
             let now = Instant::now();
-            assert!(!meter.sample(now, Packets::default()));
+            assert_eq!(meter.sample(now, Packets::default()), Loss::Little);
             let later = now + Duration::from_secs(10);
-            assert_eq!(meter.sample(later, sample), is_lossy, "{sample:?}");
+            assert_eq!(meter.sample(later, sample), loss, "{sample:?}");
         }
     }
 
@@ -117,12 +149,13 @@ mod tests {
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
         meter.sample(at(0), Packets::default());
-        assert!(meter.sample(at(10), packets(5000, 100, 0, 0)));
-        assert!(meter.sample(at(50), packets(9000, 100, 0, 0)));
+        assert_eq!(meter.sample(at(10), packets(5000, 100, 0, 0)), Loss::Some);
+        assert_eq!(meter.sample(at(50), packets(9000, 100, 0, 0)), Loss::Some);
         for tenths in 6..20 {
             meter.sample(at(10 * tenths), packets(9000 + tenths * 1000, 100, 0, 0));
         }
-        assert!(!meter.sample(at(200), packets(40_000, 100, 0, 0)));
+        let last = meter.sample(at(200), packets(40_000, 100, 0, 0));
+        assert_eq!(last, Loss::Little);
         assert!(meter.samples.len() < 10);
     }
 }

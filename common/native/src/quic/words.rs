@@ -14,6 +14,9 @@ pub enum Word {
     /// A stream ends with a reason after some bytes. A reset would discard the bytes that are still on their way, and
     /// the ordinary end of a stream has no reason.
     End(End),
+    /// Many packets of the server get lost on this link. The agent then prefers the TCP link for some time: the loss may
+    /// come from UDP, and not from the path.
+    Slow,
     /// Asks for any packet of the peer.
     Ping,
 }
@@ -61,6 +64,7 @@ impl Word {
                 reason: CloseReason::from_code(next()?.parse().ok()?)?,
                 offset: next()?.parse().ok()?,
             }),
+            "slow" => Self::Slow,
             "ping" => Self::Ping,
             _ => return None,
         };
@@ -77,6 +81,7 @@ impl fmt::Display for Word {
                 let (stream, code) = (end.stream, end.reason.code());
                 write!(f, "end {stream} {code} {}", end.offset)
             }
+            Self::Slow => f.write_str("slow"),
             Self::Ping => f.write_str("ping"),
         }
     }
@@ -99,6 +104,7 @@ mod tests {
             Word::Prefer(Preferred::Tcp),
             Word::Prefer(Preferred::Quic),
             Word::End(end),
+            Word::Slow,
             Word::Ping,
         ];
         for word in words {

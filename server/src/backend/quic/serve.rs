@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use culvert_host::net::admission::Candidate;
+use culvert_host::net::loss::{Loss, LossMeter, Packets};
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_native::hello::{self, HelloError};
 use culvert_native::quic::TRIAL_BYTES;
@@ -33,6 +34,9 @@ const TRIAL_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Interval between two looks at the streams of a link whose agent has no TCP connection anymore.
 const RETIRED_CHECK: Duration = Duration::from_secs(1);
+
+/// Interval between two looks at the loss of a link.
+const LOSS_CHECK: Duration = Duration::from_secs(5);
 
 /// Reason why no link was added.
 #[derive(Debug, thiserror::Error)]
@@ -204,6 +208,7 @@ impl Agents {
         };
         let cause = tokio::select! {
             cause = link.run(control, words, on_word, |_| {}) => cause,
+            cause = report_loss(&link) => cause,
             () = retired => "the agent's TCP connection has ended".to_owned(),
             () = context.shutdown.cancelled() => "this server is stopping".to_owned(),
         };
@@ -211,6 +216,19 @@ impl Agents {
         let open = link.open();
         link.close(&cause);
         info!(reason = cause, open, "the QUIC link of the agent has ended");
+    }
+}
+
+/// Tells the agent if many packets of this server are lost: the agent knows only the loss of its own packets. Never ends.
+async fn report_loss(link: &Link) -> String {
+    let mut meter = LossMeter::default();
+    loop {
+        let path = link.path();
+        let packets = Packets::of_sender(path.sent_packets, path.lost_packets);
+        if meter.sample(Instant::now(), packets) == Loss::Heavy {
+            link.send(Word::Slow);
+        }
+        sleep(LOSS_CHECK).await;
     }
 }
 

@@ -7,9 +7,10 @@ mod socket;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use bytes::Bytes;
 use culvert_native::hello::HelloError;
 use culvert_native::quic::words::Preferred;
-use culvert_stream::{CloseReason, Source as _};
+use culvert_stream::{CloseReason, Sink as _, Source as _};
 use tokio::task::yield_now;
 use tokio::time::{Instant, timeout};
 
@@ -114,6 +115,34 @@ async fn dials_go_on_over_tcp_after_gaps_in_a_stream_have_ended_the_link() {
     assert!(cause.contains("too many gaps in stream buffer"), "{cause}");
     let _open = server.dial().await.unwrap();
     assert_eq!(tcp.dials.load(Ordering::Relaxed), 1);
+}
+
+#[tokio::test]
+async fn agent_learns_that_packets_of_the_server_are_lost() {
+    let server = Server::start();
+    let tcp = server.tcp("a").await;
+    let mut quic = server.quic(&tcp, "a", Preferred::Quic).await.unwrap();
+    let (dialed, (_send, mut receive)) = tokio::join!(server.dial(), quic.accept());
+    let mut connection = dialed.unwrap();
+    quic.socket.set(Losses::HalfReceived);
+    let send = async {
+        for _ in 0..64 {
+            let chunk = Bytes::from(vec![7; 64 * 1024]);
+            connection.sink.send(chunk).await.unwrap();
+        }
+    };
+    let mut bytes = vec![0; 4 << 20];
+    let read = async { receive.read_exact(&mut bytes).await.unwrap() };
+    let both = async { tokio::join!(send, read) };
+    timeout(LIMIT, both).await.unwrap();
+    let mut words = String::new();
+    let reading = async {
+        while !words.contains("slow\n") {
+            let chunk = quic.control.1.read_chunk(usize::MAX, true).await.unwrap();
+            words.push_str(std::str::from_utf8(&chunk.unwrap().bytes).unwrap());
+        }
+    };
+    timeout(LIMIT, reading).await.unwrap();
 }
 
 #[tokio::test]

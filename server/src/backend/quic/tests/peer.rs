@@ -63,7 +63,7 @@ pub(super) struct Tcp {
 pub(super) struct Quic {
     pub(super) connection: Connection,
     pub(super) socket: Arc<LossySocket>,
-    _control: (SendStream, RecvStream),
+    pub(super) control: (SendStream, RecvStream),
     _endpoint: Endpoint,
 }
 
@@ -223,7 +223,7 @@ impl Server {
         Ok(Quic {
             connection,
             socket,
-            _control: (send, receive),
+            control: (send, receive),
             _endpoint: endpoint,
         })
     }

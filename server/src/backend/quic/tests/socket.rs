@@ -5,7 +5,7 @@ use std::io::{self, IoSliceMut};
 use std::net::{SocketAddr, UdpSocket};
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker};
+use std::task::{Context, Poll, Waker, ready};
 
 use parking_lot::Mutex;
 use quinn::udp::{RecvMeta, Transmit};
@@ -16,6 +16,8 @@ use quinn::{AsyncUdpSocket, Runtime as _, TokioRuntime, UdpPoller};
 pub(super) enum Losses {
     /// No packet is lost.
     None,
+    /// At least half of the received packets are lost.
+    HalfReceived,
     /// Every second sent packet is lost, and received packets wait.
     EverySecondSent,
     /// All sent packets are lost, and received packets wait.
@@ -68,7 +70,7 @@ impl AsyncUdpSocket for LossySocket {
     fn try_send(&self, transmit: &Transmit<'_>) -> io::Result<()> {
         let mut state = self.state.lock();
         let is_lost = match state.losses {
-            Losses::None => false,
+            Losses::None | Losses::HalfReceived => false,
             Losses::EverySecondSent => {
                 state.is_next_lost = !state.is_next_lost;
                 state.is_next_lost
@@ -88,11 +90,26 @@ impl AsyncUdpSocket for LossySocket {
         meta: &mut [RecvMeta],
     ) -> Poll<io::Result<usize>> {
         let mut state = self.state.lock();
-        if state.losses != Losses::None {
-            state.receiver = Some(cx.waker().clone());
-            return Poll::Pending;
+        match state.losses {
+            Losses::None => self.inner.poll_recv(cx, buffers, meta),
+            Losses::HalfReceived => {
+                let count = ready!(self.inner.poll_recv(cx, buffers, meta))?;
+                for batch in &mut meta[..count] {
+                    let packets = batch.len.div_ceil(batch.stride.max(1));
+                    state.is_next_lost = !state.is_next_lost;
+                    let is_kept = packets == 1 && !state.is_next_lost;
+                    batch.len = match is_kept {
+                        true => batch.len,
+                        false => batch.stride * (packets / 2),
+                    };
+                }
+                Poll::Ready(Ok(count))
+            }
+            Losses::EverySecondSent | Losses::All => {
+                state.receiver = Some(cx.waker().clone());
+                Poll::Pending
+            }
         }
-        self.inner.poll_recv(cx, buffers, meta)
     }
 
     fn local_addr(&self) -> io::Result<SocketAddr> {
