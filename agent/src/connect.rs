@@ -369,8 +369,7 @@ impl Connector {
             });
         }
         let inbound = Arc::new(Inbound::default());
-        let keepalive = self.config.keepalive_time;
-        let (stream, link, pings) = match ticket {
+        let (stream, link) = match ticket {
             Some(ticket) => {
                 let stream = ResumableIo::opening(tls, inbound.clone(), grace);
                 let session = stream.session();
@@ -380,19 +379,29 @@ impl Connector {
                     socket: None,
                 };
                 let stream = MaybeResumable::Resumable(Box::new(stream));
-                (stream, Some(link), pings(keepalive, grace))
+                (stream, Some(link))
             }
-            None => {
-                let pings = Pings::with_keepalive(keepalive);
-                (MaybeResumable::Plain(tls), None, pings)
-            }
+            None => (MaybeResumable::Plain(tls), None),
         };
         let limits = TakerLimits {
-            pings,
+            pings: match &link {
+                Some(_) => pings(self.config.keepalive_time, grace),
+                None => Pings::with_keepalive(self.config.keepalive_time),
+            },
             ..TakerLimits::trusting()
         };
-        let taker = Taker::new(stream, inbound.clone(), limits).await;
-        let taker = taker.map_err(|error| ConnectError::Http(error.to_string()))?;
+        // Nothing is lost with a link that breaks so early, and another attempt may reach another server.
+        let broke = async {
+            match &link {
+                Some(link) => link.session.broke().await,
+                None => std::future::pending().await,
+            }
+        };
+        let taken = tokio::select! {
+            taken = Taker::new(stream, inbound.clone(), limits) => taken.map_err(|error| error.to_string()),
+            () = broke => Err("the connection broke".to_owned()),
+        };
+        let taker = taken.map_err(ConnectError::Http)?;
         Ok(Reached::New(Box::new(Connected {
             server_id,
             server_count,

@@ -5,11 +5,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use culvert_host::net::readahead::ReadAhead;
-use culvert_native::resume::{Session, Ticket};
+use culvert_host::telemetry::metrics::GaugeGuard;
+use culvert_native::resume::{Session, State, Ticket};
 use culvert_native::window::{PING_TIMEOUT, Pings};
+use metrics::Gauge;
 use parking_lot::Mutex;
 use tokio::net::TcpStream;
 use tokio_rustls::client::TlsStream;
+
+use crate::metrics::AgentMetrics;
 
 /// TLS connection that carries HTTP/2.
 pub(crate) type Tls = TlsStream<ReadAhead<TcpStream>>;
@@ -28,10 +32,51 @@ pub(crate) struct ResumableLink {
 /// socket.
 pub(crate) type SharedSocket = Arc<Mutex<Option<OwnedFd>>>;
 
+/// Counts a server as away until its link resumes, or until the value is dropped.
+pub(crate) struct Absence {
+    gauge: Gauge,
+    away: Option<GaugeGuard>,
+}
+
 /// Returns the times of pings of a link. A link that may still resume is not given up because of an unanswered ping.
 pub(crate) fn pings(keepalive: Duration, grace: Duration) -> Pings {
     Pings {
         timeout: PING_TIMEOUT.max(grace + PING_TIMEOUT / 4),
         ..Pings::with_keepalive(keepalive)
+    }
+}
+
+// === impl Absence ===
+
+impl Absence {
+    /// Creates the count for one link.
+    pub(crate) fn new(metrics: &AgentMetrics) -> Self {
+        Self {
+            gauge: metrics.servers_away.clone(),
+            away: None,
+        }
+    }
+
+    /// Returns true if the link is broken.
+    pub(crate) fn is_away(&self) -> bool {
+        self.away.is_some()
+    }
+
+    /// Follows the state of a link. Never ends. Cancel safe.
+    pub(crate) async fn follow(&mut self, session: Option<&Session<Tls>>) {
+        let Some(session) = session else {
+            return std::future::pending().await;
+        };
+        let mut state = session.state();
+        loop {
+            match (*state.borrow_and_update(), &self.away) {
+                (State::Away, None) => self.away = Some(GaugeGuard::new(&self.gauge)),
+                (State::Attached | State::Silent, Some(_)) => self.away = None,
+                _ => {}
+            }
+            if state.changed().await.is_err() {
+                return std::future::pending().await;
+            }
+        }
     }
 }

@@ -92,6 +92,8 @@ label_values! {
         Resumed = "resumed",
         /// The server has ended the session.
         Over = "over",
+        /// The link did not resume in time.
+        Expired = "expired",
     }
 }
 
@@ -115,7 +117,7 @@ pub struct AgentMetrics {
     pub quic_links: Gauge,
     /// Attempts to add a QUIC link.
     pub quic_probes: Family<ProbeOutcome, Counter>,
-    /// Resumed links to servers, and links that their servers have given up.
+    /// Resumed links to servers, and links that were given up.
     pub resumes: Family<ResumeOutcome, Counter>,
     /// Servers whose link broke and has not resumed yet.
     pub servers_away: Gauge,
@@ -184,7 +186,7 @@ impl AgentMetrics {
             resumes: Family::new(
                 &registry,
                 "culvert_server_resumes_total",
-                "Broken links to servers, by outcome: the link continues (resumed), or the server has given up the link (over).",
+                "Broken links to servers, by outcome: the link continues (resumed), the server has given up the link (over), or the link did not resume in time (expired).",
             )
             .at_zero(ResumeOutcome::all()),
             servers_away: registry.gauge(

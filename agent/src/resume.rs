@@ -5,7 +5,6 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use std::time::Duration;
 
 use culvert_host::net::congestion::congestion;
-use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_host::tls;
 use culvert_native::hello;
 use culvert_native::resume::{self, Attached, Base, EXPORTER_LABEL, ResumeAnswer, State};
@@ -88,7 +87,6 @@ pub(crate) async fn keep(
             Ok(State::Attached | State::Ended) | Err(_) => return std::future::pending().await,
         }
         moved(None);
-        let _away = GaugeGuard::new(&metrics.servers_away);
         let turn = Semaphore::new(1);
         let attempts = || attempt(connector, server_id, link, connected(), &turn);
         match reconnect(&mut state, link, attempts).await {

@@ -18,8 +18,8 @@ use crate::addresses::Via;
 use crate::agent::Agent;
 use crate::config::Config;
 use crate::connect::{ConnectError, Connected, Connector, Reached, Transport};
-use crate::link::{ResumableLink, Tls};
-use crate::metrics::{AttemptOutcome, ServerDirection};
+use crate::link::{Absence, ResumableLink, Tls};
+use crate::metrics::{AttemptOutcome, ResumeOutcome, ServerDirection};
 use crate::native::{NativeServer, Notices};
 use crate::packet::ServerStream;
 use crate::path::Cuts;
@@ -269,11 +269,23 @@ impl Servers {
             let moved = |via| self.moved(id, via);
             keep(connector, id, link, || self.ids(), moved).await
         };
-        tokio::select! {
-            ended = server.clone().run(taker) => ended,
-            reason = kept => Err(reason),
-            () = server.on_notices(|| self.changes.notify_one()) => Err("the notices ended".into()),
+        let session = link.as_ref().map(|(.., link)| link.session.clone());
+        let mut absence = Absence::new(&self.agent.metrics);
+        let (ended, is_given_up) = tokio::select! {
+            ended = server.clone().run(taker) => (ended, false),
+            reason = kept => (Err(reason), true),
+            () = server.on_notices(|| self.changes.notify_one()) => (Err("the notices ended".into()), false),
+            () = absence.follow(session.as_deref()) => (Err("the watch ended".into()), false),
+        };
+        if absence.is_away() && !is_given_up && !self.agent.shutdown.is_cancelled() {
+            let resumes = &self.agent.metrics.resumes;
+            resumes.get(ResumeOutcome::Expired).increment(1);
         }
+        if let Some(session) = session {
+            let farewell = async move { session.farewell().await };
+            self.agent.tasks.spawn(farewell);
+        }
+        ended
     }
 
     /// Accounts for a link that broke or resumed.

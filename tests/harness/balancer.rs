@@ -36,11 +36,19 @@ impl Balancer {
     /// # Panics
     /// If the balancer cannot listen, or `backends` is empty.
     pub async fn start(backends: Vec<SocketAddr>) -> Self {
+        Self::at(Ipv4Addr::LOCALHOST, backends).await
+    }
+
+    /// Listens at an address of this machine, as [`start`](Self::start).
+    ///
+    /// # Panics
+    /// If the balancer cannot listen, or `backends` is empty.
+    pub async fn at(address: Ipv4Addr, backends: Vec<SocketAddr>) -> Self {
         assert!(
             !backends.is_empty(),
             "a balancer needs at least one backend"
         );
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await;
+        let listener = TcpListener::bind((address, 0)).await;
         let listener = listener.expect("a balancer's listener");
         let addr = listener.local_addr().unwrap();
         let stop = CancellationToken::new();

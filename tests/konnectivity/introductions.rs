@@ -2,15 +2,17 @@
 
 use std::net::Ipv4Addr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use culvert_kit::pki::{self, Pair};
 use culvert_kit::services::Services;
-use culvert_native::{COUNT_PUSHED_HEADER, hello};
+use culvert_native::{COUNT_PUSHED_HEADER, hello, resume};
 use culvert_tests::{Mode, Topology, Transport, eventually};
 use rustls::ServerConfig;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 use tokio_rustls::{TlsAcceptor, TlsConnector, server};
 
 use crate::searching::Lone;
@@ -170,6 +172,23 @@ async fn agent_logs_a_refusal_and_keeps_retrying() {
     let driving = tokio::spawn(connection);
     lone.shows("open_server_connections", 1.0).await;
     driving.abort();
+    lone.shows("open_server_connections", 0.0).await;
+}
+
+#[tokio::test]
+async fn agent_does_not_wait_for_a_link_that_breaks_before_http2_begins() {
+    let mut lone = Lone::new();
+    let server = Scripted::start(&lone.pki.cluster).await;
+    lone.start(&[&server.flag(), "--resume-grace=30s"], &[]);
+    let (mut stream, said) = server.agent().await;
+    assert_eq!(said["culvert-resume"], "1");
+    let mut answer = answer("a", 1);
+    resume::add_ticket(&mut answer, &resume::Ticket::random().unwrap());
+    hello::accept(&mut stream, &answer).await.unwrap();
+    drop(stream);
+    let started = Instant::now();
+    let _next = server.agent().await;
+    assert!(started.elapsed() < Duration::from_secs(15));
     lone.shows("open_server_connections", 0.0).await;
 }
 

@@ -25,6 +25,7 @@ mod isolation;
 mod keepalive;
 mod leaks;
 mod leases;
+mod link_ends;
 mod links;
 mod listeners;
 mod native_lives;

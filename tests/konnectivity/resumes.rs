@@ -26,13 +26,17 @@ use crate::support::*;
 const STREAMS: usize = 100;
 
 /// The default, which the harness shortens.
-const GRACE: &str = "--resume-grace=30s";
+pub(crate) const GRACE: &str = "--resume-grace=30s";
 
 /// Size of an endless download, in bytes.
-const BULK: u64 = 1 << 40;
+pub(crate) const BULK: u64 = 1 << 40;
 
 /// Starts servers, a balancer before them, and an agent that reaches the servers through the balancer.
-async fn start(servers: usize, server_args: &[&str], agent_args: &[&str]) -> (Topology, Balancer) {
+pub(crate) async fn start(
+    servers: usize,
+    server_args: &[&str],
+    agent_args: &[&str],
+) -> (Topology, Balancer) {
     let builder = Topology::builder(Mode::HttpConnect, Transport::Uds).servers(servers);
     let builder = builder.server_args(&[GRACE]).server_args(server_args);
     let mut topology = builder.start().await;
@@ -45,7 +49,7 @@ async fn start(servers: usize, server_args: &[&str], agent_args: &[&str]) -> (To
     (topology, balancer)
 }
 
-fn resumes(metrics: &Metrics, outcome: &str) -> f64 {
+pub(crate) fn resumes(metrics: &Metrics, outcome: &str) -> f64 {
     value(
         metrics,
         "culvert_agent_resumes_total",
@@ -54,7 +58,7 @@ fn resumes(metrics: &Metrics, outcome: &str) -> f64 {
 }
 
 /// Waits until the first server has counted `count` requests with the outcome.
-async fn resumed(topology: &Topology, outcome: &str, count: f64) {
+pub(crate) async fn resumed(topology: &Topology, outcome: &str, count: f64) {
     eventually(&format!("{count} links {outcome}"), LIMIT, async || {
         let seen = resumes(&topology.server_metrics(0).await, outcome);
         (seen >= count).then_some(()).ok_or(seen)
@@ -62,7 +66,7 @@ async fn resumed(topology: &Topology, outcome: &str, count: f64) {
     .await;
 }
 
-async fn away(topology: &Topology, count: f64) {
+pub(crate) async fn away(topology: &Topology, count: f64) {
     eventually(&format!("{count} agents are away"), LIMIT, async || {
         let seen = value(
             &topology.server_metrics(0).await,

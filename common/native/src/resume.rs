@@ -8,17 +8,20 @@
 //! ```
 //!
 //! A frame with the length 0 only acknowledges. A frame with the length `u32::MAX` ends the session: the peer does not
-//! resume it. Each end keeps the bytes that the peer has not acknowledged, at most [`REPLAY_BYTES`]. If the transport
-//! breaks, HTTP/2 waits. The agent opens another transport and sends a [`ResumeRequest`], and both ends send again what
-//! the other end has not received. If no transport is attached within the grace time, the session ends.
+//! resume it. If a program stops, this frame overtakes the bytes that were not sent. Each end keeps the bytes that the
+//! peer has not acknowledged, at most [`REPLAY_BYTES`]. If the transport breaks, HTTP/2 waits. The agent opens another
+//! transport and sends a [`ResumeRequest`], and both ends send again what the other end has not received. If no transport
+//! is attached within the grace time, the session ends.
 //!
 //! [`Core`] is the protocol without I/O, and [`ResumableIo`] the stream that HTTP/2 uses.
 
 mod core;
+mod farewell;
 mod hello;
 mod io;
 mod replay;
 mod session;
+mod silence;
 mod stream;
 
 use std::time::Duration;
@@ -53,14 +56,3 @@ pub fn buffer_bytes(grace: Duration) -> usize {
 
 /// Longest time until received bytes are acknowledged.
 const ACK_DELAY: Duration = Duration::from_secs(1);
-
-/// Time without a byte from the server, while the agent has sent bytes that the server has not acknowledged, until
-/// the agent looks for another transport.
-const SILENCE: Duration = Duration::from_secs(5);
-
-/// Interval at which an agent with unacknowledged bytes looks for silence.
-const SILENCE_CHECK: Duration = Duration::from_millis(250);
-
-/// Silence after which an agent pings the server once, so that the silence is noticed even if the agent has sent
-/// nothing.
-const QUIET: Duration = Duration::from_secs(1);

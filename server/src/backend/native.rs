@@ -16,7 +16,7 @@ use culvert_native::halves::{Chunk, NativeSink, NativeSource, halves};
 use culvert_native::hello::HelloError;
 use culvert_native::link::{Opener, Requests};
 use culvert_native::quic::link::Link;
-use culvert_native::resume::{Binding, MaybeResumable, State};
+use culvert_native::resume::{Binding, MaybeResumable};
 use culvert_native::window::{Inbound, Pings};
 use culvert_native::{CONTROL_PATH, dial as message};
 use culvert_stream::suspicion::Suspicion;
@@ -35,7 +35,7 @@ use super::announced::Announcements;
 use super::resume::{AgentSession, AnyTransport};
 use super::second_link::{Offered, SecondLink};
 use super::service::Agents;
-use super::{Backend, Place};
+use super::{Backend, Registration};
 use crate::backend::dial::{StreamDialError, next_serial};
 use crate::listener::ListenerContext;
 use crate::metrics::{
@@ -140,10 +140,15 @@ impl Agents {
             None => Pings::with_keepalive(context.keepalive),
         };
         let opener = Opener::new(stream, inbound.clone(), pings);
-        let (requests, link) = match opener.await {
+        // Nothing is lost with a link that breaks so early.
+        let opened = tokio::select! {
+            opened = opener => opened.map_err(|error| error.to_string()),
+            () = broke(session.as_deref()) => Err("the link broke".to_owned()),
+        };
+        let (requests, link) = match opened {
             Ok(opened) => opened,
             Err(error) => {
-                debug!(peer, %error, "the connection broke before HTTP/2 began");
+                debug!(peer, error, "the connection broke before HTTP/2 began");
                 return;
             }
         };
@@ -167,7 +172,9 @@ impl Agents {
         let span = info_span!("agent", id = agent.hello.agent_id, stream = agent.serial);
         let control = agent.clone().control(announcements);
         self.tasks.spawn(control.instrument(span.clone()));
-        self.carry(context, agent, place, link)
+        let backend = Backend::Native(agent.clone());
+        let registration = span.in_scope(|| self.registry.register(backend, place));
+        self.carry(context, agent, registration, link)
             .instrument(span)
             .await;
     }
@@ -176,15 +183,12 @@ impl Agents {
         &self,
         context: &ListenerContext,
         agent: Arc<NativeAgent>,
-        place: Place,
+        registration: Registration,
         link: Opener<S>,
     ) where
         S: AsyncRead + AsyncWrite + Unpin,
     {
-        let _open = GaugeGuard::new(self.metrics.grpc_connections.get(ServiceMethod::Connect));
-        let registration = self
-            .registry
-            .register(Backend::Native(agent.clone()), place);
+        let counted = GaugeGuard::new(self.metrics.grpc_connections.get(ServiceMethod::Connect));
         let mut watch = self.sessions.watch();
         let ended = tokio::select! {
             ended = link.run() => match ended {
@@ -199,6 +203,7 @@ impl Agents {
             () = context.shutdown.cancelled() => "this server is stopping".to_owned(),
             () = watch.run(agent.session.as_deref()) => "the watch ended".to_owned(),
         };
+        let session = agent.session.as_deref();
         if watch.is_away() && !context.shutdown.is_cancelled() {
             self.sessions.count(ResumeOutcome::Expired);
         }
@@ -206,6 +211,10 @@ impl Agents {
         agent.retired.cancel();
         let open = agent.open.load(Ordering::Relaxed);
         info!(reason = ended, open, "agent disconnected");
+        drop((watch, counted));
+        if let Some(session) = session {
+            session.farewell().await;
+        }
     }
 }
 
@@ -271,18 +280,9 @@ impl NativeAgent {
             return sleep(AWAY_CHECK).await;
         }
         let probe = || self.inbound.probe();
-        let away = async {
-            match &self.session {
-                Some(session) => {
-                    let is_away = |state: &State| *state == State::Away;
-                    drop(session.state().wait_for(is_away).await);
-                }
-                None => std::future::pending().await,
-            }
-        };
         tokio::select! {
             _ = self.suspicion.wait(|| self.inbound.heard(), probe) => {}
-            () = away => {}
+            () = broke(self.session.as_deref()) => {}
         }
     }
 
@@ -385,6 +385,14 @@ impl NativeAgent {
 
     pub(super) fn dial_failure(&self, reason: DialFailureReason) {
         self.metrics.dial_failures(reason).increment(1);
+    }
+}
+
+/// Resolves once a link that may resume has no transport.
+async fn broke(session: Option<&AgentSession>) {
+    match session {
+        Some(session) => session.broke().await,
+        None => std::future::pending().await,
     }
 }
 

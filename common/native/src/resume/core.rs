@@ -33,6 +33,14 @@ pub enum FrameError {
         /// Number of bytes sent.
         most: u64,
     },
+    /// The peer continues behind bytes that this end has not received.
+    #[error("the peer continues at byte {from}, and byte {received} is the next")]
+    Gap {
+        /// Offset of the first byte that the peer sends.
+        from: u64,
+        /// Number of received bytes.
+        received: u64,
+    },
 }
 
 /// Both directions of one end of a resumable link.
@@ -64,7 +72,10 @@ struct Outgoing {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum End {
     No,
+    /// The end follows all bytes.
     Requested,
+    /// The end follows the current frame.
+    Urgent,
     Begun,
 }
 
@@ -220,6 +231,30 @@ impl Core {
         }
     }
 
+    /// Ends the session at once: after the current frame, the peer receives the end. Bytes that were not sent are lost.
+    pub fn abort(&mut self) {
+        if self.outgoing.end != End::Begun {
+            self.outgoing.end = End::Urgent;
+        }
+    }
+
+    /// Returns everything that is still to be sent, as if the transport had accepted it.
+    pub fn rest(&mut self) -> Vec<u8> {
+        let mut rest = Vec::new();
+        loop {
+            let before = rest.len();
+            let mut slices = [IoSlice::new(&[]); SLICES];
+            let count = self.output(&mut slices);
+            for slice in slices.iter().take(count) {
+                rest.extend_from_slice(slice);
+            }
+            if rest.len() == before {
+                return rest;
+            }
+            self.sent(rest.len() - before);
+        }
+    }
+
     /// Replaces the transport. `from` is the offset of the first byte that the peer sends on it, and `received` the
     /// number of received bytes that the peer told. Returns the offset of the first byte that this end sends: the peer
     /// may have reported a larger number since.
@@ -228,6 +263,11 @@ impl Core {
     /// Fails if the peer violates the protocol.
     pub fn attach(&mut self, from: u64, received: u64) -> Result<u64, FrameError> {
         let Self { outgoing, incoming } = self;
+        let repeated = incoming.received.checked_sub(from);
+        let repeated = repeated.ok_or(FrameError::Gap {
+            from,
+            received: incoming.received,
+        })?;
         let received = received.max(outgoing.reported);
         outgoing.reported(received)?;
         outgoing.head.1 = HEAD_BYTES;
@@ -239,7 +279,7 @@ impl Core {
         }
         incoming.head_bytes = 0;
         incoming.left = 0;
-        incoming.repeated = incoming.received.saturating_sub(from);
+        incoming.repeated = repeated;
         Ok(received)
     }
 }
@@ -251,13 +291,16 @@ impl Outgoing {
 
     /// Begins the next frame, if there is something to send.
     fn begin(&mut self, incoming: &mut Incoming) {
-        let unsent = self.replay.end() - self.sent;
+        let unsent = match self.end {
+            End::Begun => return,
+            End::Urgent => 0,
+            End::No | End::Requested => self.replay.end() - self.sent,
+        };
         let length = match usize::try_from(unsent)
             .unwrap_or(usize::MAX)
             .min(FRAME_BYTES)
         {
-            0 if self.end == End::Begun => return,
-            0 if self.end == End::Requested => {
+            0 if self.end != End::No => {
                 self.end = End::Begun;
                 END
             }

@@ -12,8 +12,10 @@ use tokio::time::{Instant, Sleep, sleep};
 use tokio_util::io::poll_read_buf;
 
 use super::core::{Core, FrameError, SLICES};
+use super::farewell::Farewell;
 use super::session::{Attached, Base, Positions, Session, State};
-use super::{ACK_DELAY, QUIET, REPLAY_BYTES, SILENCE, SILENCE_CHECK};
+use super::silence::{Look, SILENCE_CHECK, Silence};
+use super::{ACK_DELAY, REPLAY_BYTES};
 use crate::window::Inbound;
 
 /// Bytes to read ahead at once.
@@ -47,28 +49,12 @@ pub struct ResumableIo<T: AsyncRead + AsyncWrite + Unpin> {
     failure: Option<(ErrorKind, String)>,
 }
 
-/// Watch for a transport that carries nothing although it is not broken.
-#[derive(Debug)]
-struct Silence {
-    /// Number of reads with bytes so far.
-    reads: u64,
-    /// Value of `reads` at the last change seen by the timer, and its time. `None` while the link is idle.
-    seen: Option<(u64, Instant)>,
-    /// Bytes of streams at the last probe.
-    probed: u64,
-}
-
 // === impl ResumableIo ===
 
 impl<T: AsyncRead + AsyncWrite + Unpin> ResumableIo<T> {
     /// Creates the end that opens transports, on its first transport.
     pub fn opening(transport: T, inbound: Arc<Inbound>, grace: Duration) -> Self {
-        let silence = Silence {
-            reads: 0,
-            seen: None,
-            probed: 0,
-        };
-        Self::new(transport, inbound, grace, Some(silence))
+        Self::new(transport, inbound, grace, Some(Silence::default()))
     }
 
     /// Creates the end that accepts transports, on its first transport.
@@ -139,7 +125,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> ResumableIo<T> {
         self.is_flushed = false;
         self.is_timed = false;
         if let Some(silence) = &mut self.silence {
-            silence.seen = None;
+            silence.forget();
         }
         self.session.set(State::Attached);
         Ok(())
@@ -200,14 +186,9 @@ impl<T: AsyncRead + AsyncWrite + Unpin> ResumableIo<T> {
         }
     }
 
-    /// Sends what waits, without waiting for the transport. Leaves a transport that is broken.
-    fn send_now(&mut self, cx: &mut Context<'_>) {
-        if let Poll::Ready(Err(_)) = self.poll_send(cx) {
-            self.detach(cx);
-        }
-    }
-
-    fn poll_flush_transport(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+    /// Sends everything that waits, and flushes the transport.
+    fn poll_send_and_flush(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        ready!(self.poll_send(cx))?;
         let Some(transport) = &mut self.transport else {
             return Poll::Pending;
         };
@@ -218,13 +199,20 @@ impl<T: AsyncRead + AsyncWrite + Unpin> ResumableIo<T> {
         Poll::Ready(Ok(()))
     }
 
+    /// Sends what waits, without waiting for the transport. Leaves a transport that is broken.
+    fn send_now(&mut self, cx: &mut Context<'_>) {
+        if let Poll::Ready(Err(_)) = self.poll_send_and_flush(cx) {
+            self.detach(cx);
+        }
+    }
+
     /// Processes bytes that were read from the transport, and returns the number of bytes of the stream among them.
     fn received(&mut self, cx: &mut Context<'_>, bytes: &mut [u8]) -> io::Result<usize> {
         let kept = self.core.input(bytes);
         let kept = kept.map_err(|error| self.violation(error))?;
         self.session.set_received(self.core.received());
         if let Some(silence) = &mut self.silence {
-            silence.reads += 1;
+            silence.read();
         }
         if self.is_full && self.core.room() > 0 {
             self.is_full = false;
@@ -269,13 +257,12 @@ impl<T: AsyncRead + AsyncWrite + Unpin> ResumableIo<T> {
             if !self.is_timed {
                 let Some(after) = self.next_look() else {
                     if let Some(silence) = &mut self.silence {
-                        silence.seen = None;
+                        silence.forget();
                     }
                     return;
                 };
                 if let Some(silence) = &mut self.silence {
-                    let now = (silence.reads, Instant::now());
-                    silence.seen.get_or_insert(now);
+                    silence.begin();
                 }
                 self.timer.as_mut().reset(Instant::now() + after);
                 self.is_timed = true;
@@ -292,8 +279,9 @@ impl<T: AsyncRead + AsyncWrite + Unpin> ResumableIo<T> {
 
     /// Returns the time until the next look, or `None` while the link is idle.
     fn next_look(&self) -> Option<Duration> {
+        let (owed, stream_bytes) = (self.core.is_unacknowledged(), self.inbound.stream_bytes());
         if let Some(silence) = &self.silence
-            && (self.core.is_unacknowledged() || silence.probed != self.inbound.stream_bytes())
+            && silence.is_due(owed, stream_bytes)
         {
             return Some(SILENCE_CHECK);
         }
@@ -304,17 +292,12 @@ impl<T: AsyncRead + AsyncWrite + Unpin> ResumableIo<T> {
         let (Some(silence), Some(_)) = (&mut self.silence, &self.transport) else {
             return;
         };
-        let Some((_, since)) = silence.seen.filter(|seen| seen.0 == silence.reads) else {
-            silence.seen = Some((silence.reads, Instant::now()));
-            self.session.set(State::Attached);
-            return;
-        };
-        let quiet = since.elapsed();
-        if quiet >= SILENCE && self.core.is_unacknowledged() {
-            self.session.set(State::Silent);
-        } else if quiet >= QUIET && silence.probed != self.inbound.stream_bytes() {
-            silence.probed = self.inbound.stream_bytes();
-            self.inbound.probe();
+        let owed = self.core.is_unacknowledged();
+        match silence.look(owed, self.inbound.stream_bytes()) {
+            Look::Heard => self.session.set(State::Attached),
+            Look::Silent => self.session.set(State::Silent),
+            Look::Probe => self.inbound.probe(),
+            Look::Wait => {}
         }
     }
 
@@ -367,6 +350,10 @@ impl<T: AsyncRead + AsyncWrite + Unpin> ResumableIo<T> {
             if !self.ahead.is_empty() {
                 let count = self.ahead.len().min(target.remaining());
                 target.put_slice(&self.ahead.split_to(count));
+                if self.ahead.is_empty() {
+                    // Frees the memory.
+                    self.ahead = BytesMut::new();
+                }
                 return Poll::Ready(Ok(()));
             }
             if self.core.is_ended() {
@@ -384,9 +371,6 @@ impl<T: AsyncRead + AsyncWrite + Unpin> ResumableIo<T> {
                 Poll::Pending => {
                     self.send_now(cx);
                     self.tick(cx);
-                    if let Poll::Ready(Err(_)) = self.poll_flush_transport(cx) {
-                        self.detach(cx);
-                    }
                     return Poll::Pending;
                 }
                 Poll::Ready(Err(_)) => self.detach(cx),
@@ -441,12 +425,15 @@ impl<T: AsyncRead + AsyncWrite + Unpin> AsyncWrite for ResumableIo<T> {
         if !this.attend(cx)? {
             return Poll::Pending;
         }
-        let sent = match this.poll_send(cx) {
-            Poll::Ready(Ok(())) => this.poll_flush_transport(cx),
-            sent => sent,
-        };
+        let sent = this.poll_send_and_flush(cx);
         match sent {
-            Poll::Ready(Ok(())) => sent,
+            Poll::Ready(Ok(())) => {
+                // HTTP/2 may wait for an answer, and read nothing before its task is woken.
+                if !this.is_timed {
+                    this.tick(cx);
+                }
+                sent
+            }
             Poll::Ready(Err(_)) => {
                 this.detach(cx);
                 Poll::Pending
@@ -476,17 +463,20 @@ impl<T: AsyncRead + AsyncWrite + Unpin> AsyncWrite for ResumableIo<T> {
 }
 
 impl<T: AsyncRead + AsyncWrite + Unpin> Drop for ResumableIo<T> {
-    /// Tells the peer that the session has ended, if the transport accepts the message at once. Otherwise the peer
-    /// learns of the end when it tries to resume.
+    /// Ends the session. Sends the end as far as the transport accepts bytes at once, and leaves the rest to
+    /// [`Session::farewell`].
     fn drop(&mut self) {
-        self.session.close();
-        if self.transport.is_some() && !self.core.is_ended() {
+        if !self.core.is_ended() {
+            self.core.abort();
             let mut cx = Context::from_waker(Waker::noop());
-            self.core.end();
-            if let Poll::Ready(Ok(())) = self.poll_send(&mut cx) {
-                let _ = self.poll_flush_transport(&mut cx);
+            let is_broken = matches!(self.poll_send_and_flush(&mut cx), Poll::Ready(Err(_)));
+            if let Some(transport) = self.transport.take().filter(|_| !is_broken) {
+                let rest = [self.answer.as_ref(), &self.core.rest()].concat();
+                let farewell = Farewell::new(transport, rest);
+                self.session.set_farewell(farewell);
             }
         }
+        self.session.close();
     }
 }
 

@@ -6,7 +6,10 @@ use std::task::Waker;
 
 use futures_util::task::AtomicWaker;
 use parking_lot::Mutex;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::watch;
+
+use super::farewell::Farewell;
 
 /// State of a resumable link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,6 +68,7 @@ pub struct Session<T> {
 
 struct Slot<T> {
     offered: Option<Attached<T>>,
+    farewell: Option<Farewell<T>>,
     is_closed: bool,
 }
 
@@ -74,6 +78,7 @@ impl<T> Session<T> {
         Self {
             slot: Mutex::new(Slot {
                 offered: None,
+                farewell: None,
                 is_closed: false,
             }),
             is_offered: AtomicBool::new(false),
@@ -109,6 +114,12 @@ impl<T> Session<T> {
     /// Returns true if the link has no transport.
     pub fn is_away(&self) -> bool {
         self.is_away.load(Ordering::Relaxed)
+    }
+
+    /// Resolves once the link has no transport and waits for another. Never resolves after the end of the link.
+    pub async fn broke(&self) {
+        // The sender belongs to `self`.
+        let _ = self.state().wait_for(|state| *state == State::Away).await;
     }
 
     /// Returns a watch on the state. The watch starts with the current state as seen.
@@ -153,6 +164,22 @@ impl<T> Session<T> {
         drop(slot);
         drop(offered);
         self.set(State::Ended);
+    }
+
+    /// Keeps the last bytes of the session for [`farewell`](Self::farewell).
+    pub(super) fn set_farewell(&self, farewell: Farewell<T>) {
+        self.slot.lock().farewell = Some(farewell);
+    }
+}
+
+impl<T: AsyncRead + AsyncWrite + Unpin> Session<T> {
+    /// Tells the peer that the session has ended, and closes the transport. Call after the stream of the link was
+    /// dropped. Takes at most a few seconds.
+    pub async fn farewell(&self) {
+        let farewell = self.slot.lock().farewell.take();
+        if let Some(farewell) = farewell {
+            farewell.deliver().await;
+        }
     }
 }
 

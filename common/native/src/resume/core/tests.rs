@@ -140,6 +140,24 @@ fn end_follows_all_bytes_and_nothing_follows_the_end() {
 }
 
 #[test]
+fn urgent_end_follows_the_current_frame_and_overtakes_other_bytes() {
+    let (mut near, mut far) = (Core::new(100), Core::new(100));
+    write(&mut near, b"abcdef");
+    let mut slices = [IoSlice::new(&[]); SLICES];
+    assert_eq!(near.output(&mut slices), 2);
+    // The transport has accepted a part of the frame, and more bytes wait.
+    near.sent(HEAD_BYTES + 2);
+    let mut wire = [frame(6, 0), b"ab".to_vec()].concat();
+    write(&mut near, b"waiting");
+    near.abort();
+    assert_eq!(near.kept(), 13);
+    wire.extend(near.rest());
+    assert_eq!(input(&mut far, wire), b"abcdef");
+    assert!(far.is_ended());
+    assert!(near.rest().is_empty() && output(&mut near).is_empty());
+}
+
+#[test]
 fn violations_are_errors() {
     let over = u32::try_from(FRAME_BYTES).unwrap() + 1;
     let mut core = Core::new(100);
@@ -153,6 +171,15 @@ fn violations_are_errors() {
         assert!(matches!(error, FrameError::Acknowledgement { .. }));
         assert!(core.attach(0, reported).is_err());
     }
+    let mut core = Core::new(100);
+    core.input(&mut [frame(1, 0), b"x".to_vec()].concat())
+        .unwrap();
+    let gap = FrameError::Gap {
+        from: 2,
+        received: 1,
+    };
+    assert_eq!(core.attach(2, 0), Err(gap));
+    assert_eq!(core.attach(1, 0), Ok(0));
     let mut core = Core::new(100);
     write(&mut core, b"ab");
     output(&mut core);

@@ -2,11 +2,13 @@
 
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, BufStream, DuplexStream, duplex};
 use tokio::time::{advance, timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::*;
+use crate::resume::farewell::FAREWELL_TIMEOUT;
+use crate::resume::silence::SILENCE;
 
 const GRACE: Duration = Duration::from_secs(30);
 
@@ -217,6 +219,74 @@ async fn dropped_end_ends_the_session_of_the_peer_at_once() {
     assert_eq!(rest, b"bye");
 }
 
+/// Drives an end until its session is over, and returns the number of bytes that it has received.
+async fn drive_to_the_end(mut end: End, sent: Vec<u8>) -> usize {
+    let (mut at, mut got, mut buffer) = (0, 0, vec![0; 8192]);
+    std::future::poll_fn(|cx| {
+        loop {
+            // As HTTP/2 does, reads nothing while a write waits.
+            if at < sent.len() {
+                match Pin::new(&mut end).poll_write(cx, &sent[at..]) {
+                    Poll::Ready(Ok(count)) => at += count,
+                    Poll::Ready(Err(_)) => return Poll::Ready(got),
+                    Poll::Pending => return Poll::Pending,
+                }
+            }
+            let mut target = ReadBuf::new(&mut buffer);
+            match Pin::new(&mut end).poll_read(cx, &mut target) {
+                Poll::Ready(Ok(())) if target.filled().is_empty() => return Poll::Ready(got),
+                Poll::Ready(read) => read.unwrap(),
+                Poll::Pending if at == sent.len() => return Poll::Pending,
+                Poll::Pending => {}
+            }
+            got += target.filled().len();
+        }
+    })
+    .await
+}
+
+#[tokio::test(start_paused = true)]
+async fn end_of_a_session_reaches_a_peer_in_the_middle_of_bulk() {
+    const COUNT: usize = 4 << 20;
+    let (mut near, far) = pair(1 << 16);
+    let (near_session, far_session) = (near.session(), far.session());
+    let started = Instant::now();
+    // The transport is full, and most of the bytes wait in the link.
+    let mut rest = vec![1; COUNT];
+    std::future::poll_fn(|cx| {
+        while let Poll::Ready(written) = Pin::new(&mut near).poll_write(cx, &rest) {
+            rest.drain(..written.unwrap());
+        }
+        Poll::Ready(())
+    })
+    .await;
+    let written = COUNT - rest.len();
+    assert!(near.core.kept() > 1 << 16);
+    let driving = tokio::spawn(drive_to_the_end(far, vec![2; COUNT]));
+    tokio::task::yield_now().await;
+    drop(near);
+    assert_eq!(*near_session.state().borrow(), State::Ended);
+    let (got, ()) = tokio::join!(driving, near_session.farewell());
+    assert!((1..=written).contains(&got.unwrap()));
+    assert_eq!(*far_session.state().borrow(), State::Ended);
+    assert_eq!(started.elapsed(), Duration::ZERO);
+}
+
+#[tokio::test(start_paused = true)]
+async fn peer_that_reads_nothing_delays_the_end_by_a_bounded_time() {
+    let (mut near, far) = pair(100);
+    let session = near.session();
+    near.write_all(&[1; 4096]).await.unwrap();
+    let started = Instant::now();
+    drop(near);
+    session.farewell().await;
+    assert_eq!(started.elapsed(), FAREWELL_TIMEOUT);
+    // Nothing is left to deliver.
+    session.farewell().await;
+    assert_eq!(started.elapsed(), FAREWELL_TIMEOUT);
+    drop(far);
+}
+
 #[tokio::test(start_paused = true)]
 async fn peer_that_never_acknowledges_bounds_the_memory() {
     let (near, mut far) = duplex(1 << 16);
@@ -243,12 +313,17 @@ async fn peer_that_never_acknowledges_bounds_the_memory() {
     assert!(reading.await.unwrap() >= REPLAY_BYTES);
 }
 
-/// Both ends only write until they have written everything: acknowledgements are read although nothing else is.
+/// Both ends only write until they have written everything: acknowledgements are read although nothing else is. The
+/// transports keep written bytes until they are flushed, as TLS may.
 #[tokio::test(start_paused = true)]
 async fn ends_that_do_not_read_still_receive_acknowledgements() {
     const COUNT: usize = REPLAY_BYTES + (4 << 20);
-    let (near, far) = pair(2 * COUNT);
-    let write = async |mut end: End| {
+    let (near, far) = duplex(2 * COUNT);
+    let (near, far) = (
+        ResumableIo::opening(BufStream::new(near), Arc::default(), GRACE),
+        ResumableIo::accepting(BufStream::new(far), Arc::default(), GRACE),
+    );
+    let write = async |mut end: ResumableIo<BufStream<DuplexStream>>| {
         end.write_all(&vec![5; COUNT]).await.unwrap();
         end.flush().await.unwrap();
         end
@@ -260,6 +335,8 @@ async fn ends_that_do_not_read_still_receive_acknowledgements() {
     let (read, _) = tokio::join!(near.read_exact(&mut got), far.flush());
     read.unwrap();
     assert!(got.iter().all(|byte| *byte == 5));
+    // The memory for bytes that were read ahead is free again.
+    assert_eq!(near.ahead.capacity(), 0);
 }
 
 #[tokio::test(start_paused = true)]
@@ -304,6 +381,35 @@ async fn transport_that_carries_nothing_is_silent_after_five_seconds() {
         (SILENCE..=SILENCE + 2 * SILENCE_CHECK).contains(&after),
         "{after:?}"
     );
+}
+
+/// HTTP/2 may write, and then read nothing until its task is woken.
+#[tokio::test(start_paused = true)]
+async fn silence_after_a_single_write_is_noticed() {
+    let (near, _far) = duplex(1 << 16);
+    let mut near = ResumableIo::opening(near, Arc::default(), GRACE);
+    let session = near.session();
+    let started = Instant::now();
+    let mut is_written = false;
+    let driving = std::future::poll_fn(|cx| {
+        if is_written {
+            let mut buffer = [0; 8];
+            let read = Pin::new(&mut near).poll_read(cx, &mut ReadBuf::new(&mut buffer));
+            assert!(read.is_pending());
+        } else {
+            is_written = true;
+            assert!(Pin::new(&mut near).poll_write(cx, b"lost").is_ready());
+            assert!(Pin::new(&mut near).poll_flush(cx).is_ready());
+        }
+        Poll::<()>::Pending
+    });
+    let mut state = session.state();
+    let silent = state.wait_for(|state| *state == State::Silent);
+    tokio::select! {
+        silent = timeout(GRACE, silent) => drop(silent.unwrap().unwrap()),
+        () = driving => unreachable!(),
+    }
+    assert!(started.elapsed() <= SILENCE + 2 * SILENCE_CHECK);
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,0 +1,208 @@
+//! The end of a link that could resume: programs that stop.
+
+use std::net::Ipv4Addr;
+use std::time::Duration;
+
+use culvert_kit::pki::CLUSTER_NAME;
+use culvert_kit::services::Services;
+use culvert_tests::balancer::Balancer;
+use culvert_tests::link::{self, Conditions, FAR, Link};
+use culvert_tests::metrics::Metrics;
+use culvert_tests::namespace::{alone, hosts};
+use culvert_tests::{Executable, Mode, Signal, Topology, Transport};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, copy, sink};
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+
+use crate::resumes::{BULK, GRACE, Load, away, closed, resumed, resumes, start};
+use crate::support::*;
+
+/// Time for an end that does not wait for the grace time of 30 s. Generous, because two cores run many tests.
+const PROMPT: Duration = Duration::from_secs(15);
+
+/// Streams with bulk in both directions until their ends, which are no failures.
+struct Bulk(JoinSet<()>);
+
+impl Bulk {
+    async fn start(topology: &Topology, services: &Services) -> Self {
+        let mut tasks = JoinSet::new();
+        for _ in 0..2 {
+            let mut down = open(topology, &services.raw.to_string()).await;
+            let command = format!("download {BULK}\n");
+            down.write_all(command.as_bytes()).await.unwrap();
+            down.flush().await.unwrap();
+            let mut first = vec![0; 1 << 20];
+            let read = timely("a download", down.read_exact(&mut first)).await;
+            read.unwrap();
+            tasks.spawn(async move { drop(copy(&mut down, &mut sink()).await) });
+            let mut up = open(topology, &services.raw.to_string()).await;
+            let command = format!("upload {BULK}\n");
+            up.write_all(command.as_bytes()).await.unwrap();
+            let piece = vec![7; 1 << 20];
+            let write = timely("an upload", up.write_all(&piece)).await;
+            write.unwrap();
+            tasks.spawn(async move { while up.write_all(&piece).await.is_ok() {} });
+        }
+        Self(tasks)
+    }
+
+    /// Waits until all streams have ended.
+    async fn ended(self) {
+        timely("the end of the bulk", self.0.join_all()).await;
+    }
+}
+
+/// Asserts that no link broke: the message of its end arrived.
+fn assert_no_break(metrics: &Metrics) {
+    for name in [
+        "culvert_agent_resumes_total",
+        "culvert_server_resumes_total",
+    ] {
+        for outcome in ["resumed", "expired", "over"] {
+            assert_eq!(
+                value(metrics, name, &[("outcome", outcome)]),
+                0.0,
+                "{name} {outcome}"
+            );
+        }
+    }
+}
+
+async fn stop_server_in_bulk(mut topology: Topology, services: &Services) {
+    let bulk = Bulk::start(&topology, services).await;
+    let started = Instant::now();
+    topology.server(0).signal(Signal::TERM);
+    agent_shows(&topology, "open_server_connections", &[], 0.0).await;
+    agent_shows(&topology, "open_endpoint_connections", &[], 0.0).await;
+    println!("the agent knows after {:?}", started.elapsed());
+    assert!(started.elapsed() < PROMPT, "{:?}", started.elapsed());
+    assert_no_break(&topology.agent_metrics(0).await);
+    let status = topology.server(0).wait_exit(LIMIT).await;
+    assert!(status.success(), "{status}");
+    bulk.ended().await;
+}
+
+async fn stop_agent_in_bulk(mut topology: Topology, services: &Services) {
+    let bulk = Bulk::start(&topology, services).await;
+    let started = Instant::now();
+    // The second signal ends the drain.
+    topology.agent(0).signal(Signal::TERM);
+    topology.agent(0).wait_for_log("draining", LIMIT).await;
+    topology.agent(0).signal(Signal::TERM);
+    server_shows(&topology, "ready_backends", &[], 0.0).await;
+    server_shows(&topology, "established_connections", &[], 0.0).await;
+    println!("the server knows after {:?}", started.elapsed());
+    assert!(started.elapsed() < PROMPT, "{:?}", started.elapsed());
+    assert_no_break(&topology.server_metrics(0).await);
+    let status = topology.agent(0).wait_exit(LIMIT).await;
+    assert!(status.success(), "{status}");
+    bulk.ended().await;
+}
+
+#[tokio::test]
+async fn server_that_stops_in_the_middle_of_bulk_ends_its_links() {
+    let services = Services::start().await.unwrap();
+    let (topology, _balancer) = start(1, &["--graceful-shutdown-timeout=0"], &[]).await;
+    stop_server_in_bulk(topology, &services).await;
+}
+
+#[tokio::test]
+async fn agent_that_stops_in_the_middle_of_bulk_ends_its_links() {
+    let services = Services::start().await.unwrap();
+    let (topology, _balancer) = start(1, &[], &[]).await;
+    stop_agent_in_bulk(topology, &services).await;
+}
+
+/// Starts a server, and an agent that reaches the server over the link.
+async fn start_far(server_args: &[&str]) -> Topology {
+    hosts(&[(CLUSTER_NAME, FAR)]);
+    let host = format!("--proxy-server-host={CLUSTER_NAME}");
+    let builder = Topology::builder(Mode::HttpConnect, Transport::Uds).servers(1);
+    let builder = builder.server_args(&["--agent-bind-address=0.0.0.0", GRACE]);
+    let builder = builder.server_args(server_args);
+    builder.agent_args(&[&host, GRACE]).agents(1).start().await
+}
+
+/// A path on which the bytes in the sockets take a second.
+const SLOW: Conditions = Conditions {
+    delay: Duration::from_millis(20),
+    jitter: Duration::ZERO,
+    loss: 0.0,
+    reorder: 0.0,
+    rate: Some(2e6),
+    queue: Duration::from_millis(500),
+};
+
+#[test]
+fn server_that_stops_behind_a_slow_path_ends_its_links() {
+    if !link::is_possible() {
+        return;
+    }
+    alone(async || {
+        let _link = Link::start(SLOW, 1).unwrap();
+        let services = Services::start().await.unwrap();
+        let topology = start_far(&["--graceful-shutdown-timeout=0"]).await;
+        stop_server_in_bulk(topology, &services).await;
+    });
+}
+
+#[test]
+fn agent_that_stops_behind_a_slow_path_ends_its_links() {
+    if !link::is_possible() {
+        return;
+    }
+    alone(async || {
+        let _link = Link::start(SLOW, 2).unwrap();
+        let services = Services::start().await.unwrap();
+        let topology = start_far(&[]).await;
+        stop_agent_in_bulk(topology, &services).await;
+    });
+}
+
+/// On a long path, several attempts to resume are under way at the same time. Only one of them may reach the session:
+/// each further request would break the connection of the request before.
+#[test]
+fn attempts_on_a_long_path_do_not_disturb_each_other() {
+    const CUTS: u32 = 5;
+    if !link::is_possible() {
+        return;
+    }
+    alone(async || {
+        let conditions = Conditions {
+            delay: Duration::from_millis(125),
+            ..Conditions::default()
+        };
+        let _link = Link::start(conditions, 3).unwrap();
+        let services = Services::start().await.unwrap();
+        hosts(&[(CLUSTER_NAME, FAR)]);
+        let builder = Topology::builder(Mode::HttpConnect, Transport::Uds);
+        let mut topology = builder.servers(1).server_args(&[GRACE]).start().await;
+        let backends = vec![topology.agent_address(0)];
+        let balancer = Balancer::at(Ipv4Addr::UNSPECIFIED, backends).await;
+        let flags = [
+            &format!("--proxy-server-host={CLUSTER_NAME}"),
+            &format!("--proxy-server-port={}", balancer.addr().port()),
+            GRACE,
+        ];
+        topology.add_agent(Executable::Ours, &flags).await;
+        topology.wait_for_agents().await;
+        let load = Load::start(&topology, &services).await;
+        for cut in 1..=CUTS {
+            let started = Instant::now();
+            balancer.reset();
+            resumed(&topology, "resumed", f64::from(cut)).await;
+            away(&topology, 0.0).await;
+            println!(
+                "resumed with a round trip of 250ms after {:?}",
+                started.elapsed()
+            );
+        }
+        // The bytes that the bulk has lost are sent again before the echoes.
+        let gap = load.finish().await;
+        println!("longest gap with a round trip of 250ms: {gap:?}");
+        assert!(gap < PROMPT, "{gap:?}");
+        let metrics = topology.server_metrics(0).await;
+        assert_eq!(resumes(&metrics, "resumed"), f64::from(CUTS));
+        assert_eq!(closed(&metrics), 0.0);
+    });
+}
