@@ -23,7 +23,7 @@ use culvert_native as native;
 use culvert_native::COUNT_PUSHED_HEADER;
 use culvert_native::hello::{self, Answer, HelloError};
 use culvert_native::link::{Opener, Requests, Taker, TakerLimits};
-use culvert_native::resume::{self, MaybeResumable, ResumableIo};
+use culvert_native::resume::{self, MaybeResumable, Process, ResumableIo};
 use culvert_native::window::{Inbound, PING_TIMEOUT, Pings, WindowProfile};
 use futures_util::Stream;
 use rustls_pki_types::ServerName;
@@ -40,9 +40,10 @@ use crate::agent::Agent;
 use crate::config::{Config, LinkTransport};
 use crate::files::{Files, Reloader};
 use crate::introduction::{IntroductionError, metadata, server_of};
-use crate::link::{ResumableLink, Tls, pings};
+use crate::link::{ResumableLink, Tls};
 use crate::metrics::AgentMetrics;
 use crate::packet::OUTGOING_BYTES;
+use crate::process::this_process;
 use crate::quic::{Offer, Origin, Second};
 
 /// Longest duration of one attempt: grpc-go's minimum connect timeout.
@@ -59,6 +60,7 @@ pub(crate) struct Connector {
     origin: http::Uri,
     addresses: Arc<Addresses>,
     congestion: ChosenCongestion,
+    process: Option<Process>,
     config: Arc<Config>,
 }
 
@@ -194,6 +196,7 @@ impl Connector {
             origin,
             addresses: Arc::default(),
             congestion: config.link_congestion.choose()?,
+            process: this_process(&config),
             config: Arc::new(config),
         })
     }
@@ -296,6 +299,11 @@ impl Connector {
         &self.config
     }
 
+    /// Returns the identity of this process.
+    pub(crate) fn process(&self) -> Option<&Process> {
+        self.process.as_ref()
+    }
+
     /// Returns the agent's metrics.
     pub(crate) fn metrics(&self) -> &AgentMetrics {
         &self.agent.metrics
@@ -353,6 +361,9 @@ impl Connector {
             !grace.is_zero() && tls::export(tls.get_ref().1, resume::EXPORTER_LABEL).is_some();
         if is_offered {
             resume::add_offer(&mut headers);
+            if let Some(process) = &self.process {
+                process.add_to(&mut headers);
+            }
         }
         let answer = hello::introduce(&mut tls, &headers).await?;
         let is_connected = matches!(answer, Answer::Connected(_));
@@ -384,10 +395,7 @@ impl Connector {
             None => (MaybeResumable::Plain(tls), None),
         };
         let limits = TakerLimits {
-            pings: match &link {
-                Some(_) => pings(self.config.keepalive_time, grace),
-                None => Pings::with_keepalive(self.config.keepalive_time),
-            },
+            pings: Pings::with_keepalive(self.config.keepalive_time),
             ..TakerLimits::trusting()
         };
         // Nothing is lost with a link that breaks so early, and another attempt may reach another server.

@@ -17,6 +17,7 @@ mod native;
 pub mod openvpn;
 mod packet;
 mod path;
+mod process;
 mod quic;
 mod resume;
 mod search;

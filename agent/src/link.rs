@@ -2,12 +2,10 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::Duration;
 
 use culvert_host::net::readahead::ReadAhead;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_native::resume::{Session, State, Ticket};
-use culvert_native::window::{PING_TIMEOUT, Pings};
 use metrics::Gauge;
 use parking_lot::Mutex;
 use tokio::net::TcpStream;
@@ -36,14 +34,6 @@ pub(crate) type SharedSocket = Arc<Mutex<Option<OwnedFd>>>;
 pub(crate) struct Absence {
     gauge: Gauge,
     away: Option<GaugeGuard>,
-}
-
-/// Returns the times of pings of a link. A link that may still resume is not given up because of an unanswered ping.
-pub(crate) fn pings(keepalive: Duration, grace: Duration) -> Pings {
-    Pings {
-        timeout: PING_TIMEOUT.max(grace + PING_TIMEOUT / 4),
-        ..Pings::with_keepalive(keepalive)
-    }
 }
 
 // === impl Absence ===

@@ -212,6 +212,9 @@ async fn attempt(
     let _turn = timeout(TURN, turn.acquire()).await;
     let mut headers = metadata.into_headers();
     hello::add_connected(&mut headers, &connected);
+    if let Some(process) = connector.process() {
+        process.add_to(&mut headers);
+    }
     let received = link.session.received();
     resume::add_request(&mut headers, &link.ticket, server_id, &binding, received);
     let answered = timeout_at(deadline, resume::resume(&mut tls, &headers)).await;

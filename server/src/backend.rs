@@ -89,6 +89,30 @@ impl Backend {
         }
     }
 
+    /// Returns true if the link to the agent broke, and has not resumed yet.
+    fn is_away(&self) -> bool {
+        match self {
+            Self::Packet(_) => false,
+            Self::Native(agent) => agent.is_away(),
+        }
+    }
+
+    /// Returns true if dials should not wait for the agent: its link broke long ago, and has not resumed yet.
+    fn is_gone(&self) -> bool {
+        match self {
+            Self::Packet(_) => false,
+            Self::Native(agent) => agent.is_gone(),
+        }
+    }
+
+    /// Returns the health for new dials.
+    fn health(&self) -> Health {
+        match self.is_gone() {
+            true => Health::Absent,
+            false => self.rank().health(),
+        }
+    }
+
     /// Returns true if the agent has not answered a probe, and has sent nothing since.
     fn is_suspect(&self) -> bool {
         match self {
@@ -108,7 +132,7 @@ impl Backend {
     fn peer(&self) -> Peer {
         let (kind, connections) = match self {
             Self::Packet(stream) => ("agent, packet stream", stream.counts().1),
-            Self::Native(agent) if agent.is_away() => ("agent, native, away", agent.connections()),
+            Self::Native(agent) if self.is_away() => ("agent, native, away", agent.connections()),
             Self::Native(agent) => {
                 let has_quic = agent
                     .second

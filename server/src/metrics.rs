@@ -158,6 +158,8 @@ label_values! {
         Refused = "refused",
         /// The agent did not return in time.
         Expired = "expired",
+        /// Another process has taken the place of the agent's process.
+        Replaced = "replaced",
     }
 }
 
@@ -305,7 +307,7 @@ impl ServerMetrics {
             resumes: Family::new(
                 &registry,
                 "culvert_agent_resumes_total",
-                "Requests of agents to resume a broken link, by outcome, and links that did not resume in time (expired).",
+                "Requests of agents to resume a broken link, by outcome, and links that did not resume in time (expired), or whose agent has restarted (replaced).",
             )
             .at_zero(ResumeOutcome::all()),
             agents_away: registry.gauge(

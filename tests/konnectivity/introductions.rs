@@ -182,13 +182,15 @@ async fn agent_does_not_wait_for_a_link_that_breaks_before_http2_begins() {
     lone.start(&[&server.flag(), "--resume-grace=30s"], &[]);
     let (mut stream, said) = server.agent().await;
     assert_eq!(said["culvert-resume"], "1");
+    let process = said["culvert-process"].clone();
     let mut answer = answer("a", 1);
     resume::add_ticket(&mut answer, &resume::Ticket::random().unwrap());
     hello::accept(&mut stream, &answer).await.unwrap();
     drop(stream);
     let started = Instant::now();
-    let _next = server.agent().await;
+    let (_stream, said) = server.agent().await;
     assert!(started.elapsed() < Duration::from_secs(15));
+    assert_eq!(said["culvert-process"], process);
     lone.shows("open_server_connections", 0.0).await;
 }
 

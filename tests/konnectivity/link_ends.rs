@@ -1,4 +1,4 @@
-//! The end of a link that could resume: programs that stop.
+//! The end of a link that could resume: programs that stop, crash, restart or freeze, and agents that need its place.
 
 use std::net::Ipv4Addr;
 use std::time::Duration;
@@ -9,12 +9,13 @@ use culvert_tests::balancer::Balancer;
 use culvert_tests::link::{self, Conditions, FAR, Link};
 use culvert_tests::metrics::Metrics;
 use culvert_tests::namespace::{alone, hosts};
-use culvert_tests::{Executable, Mode, Signal, Topology, Transport};
+use culvert_tests::{Executable, Mode, Signal, Topology, Transport, eventually};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, copy, sink};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use crate::resumes::{BULK, GRACE, Load, away, closed, resumed, resumes, start};
+use crate::searching::Lone;
 use crate::support::*;
 
 /// Time for an end that does not wait for the grace time of 30 s. Generous, because two cores run many tests.
@@ -58,7 +59,7 @@ fn assert_no_break(metrics: &Metrics) {
         "culvert_agent_resumes_total",
         "culvert_server_resumes_total",
     ] {
-        for outcome in ["resumed", "expired", "over"] {
+        for outcome in ["resumed", "expired", "over", "replaced"] {
             assert_eq!(
                 value(metrics, name, &[("outcome", outcome)]),
                 0.0,
@@ -157,6 +158,106 @@ fn agent_that_stops_behind_a_slow_path_ends_its_links() {
         let topology = start_far(&[]).await;
         stop_agent_in_bulk(topology, &services).await;
     });
+}
+
+#[tokio::test]
+async fn restarted_agent_ends_the_link_of_its_killed_process() {
+    let services = Services::start().await.unwrap();
+    let (mut topology, _balancer) = start(1, &[], &[]).await;
+    let bulk = Bulk::start(&topology, &services).await;
+    topology.kill_agent(0);
+    away(&topology, 1.0).await;
+    let started = Instant::now();
+    topology.start_agent(0).await;
+    let _innocent = Innocent::open(&topology, services.raw).await;
+    println!("a dial succeeds {:?} after the restart", started.elapsed());
+    resumed(&topology, "replaced", 1.0).await;
+    server_shows(&topology, "established_connections", &[], 1.0).await;
+    away(&topology, 0.0).await;
+    println!(
+        "the earlier link ends {:?} after the restart",
+        started.elapsed()
+    );
+    assert!(started.elapsed() < PROMPT, "{:?}", started.elapsed());
+    bulk.ended().await;
+    let metrics = topology.server_metrics(0).await;
+    assert_eq!(resumes(&metrics, "expired"), 0.0);
+    assert_eq!(closed(&metrics), 4.0, "{}", metrics.text());
+}
+
+/// Starts another agent with the id of the first agent. Its health listener has another address, so it has not taken the
+/// place of the first agent.
+async fn start_namesake(topology: &Topology) -> Lone {
+    let mut namesake = Lone::new();
+    namesake.pki = topology.pki().clone();
+    let port = format!("--proxy-server-port={}", topology.agent_address(0).port());
+    namesake.start(&[&port, "--agent-id=agent-0", GRACE], &[]);
+    namesake
+}
+
+#[tokio::test]
+async fn another_agent_with_the_same_id_does_not_end_a_broken_link() {
+    let services = Services::start().await.unwrap();
+    let (topology, balancer) = start(1, &[], &[]).await;
+    let mut innocent = Innocent::open(&topology, services.raw).await;
+    balancer.set(Vec::new());
+    balancer.reset();
+    away(&topology, 1.0).await;
+    let namesake = start_namesake(&topology).await;
+    namesake.shows("open_server_connections", 1.0).await;
+    let _of_namesake = Innocent::open(&topology, services.raw).await;
+    balancer.set(vec![topology.agent_address(0)]);
+    innocent.still_echoes("a break").await;
+    resumed(&topology, "resumed", 1.0).await;
+    let metrics = topology.server_metrics(0).await;
+    assert_eq!(
+        (resumes(&metrics, "replaced"), closed(&metrics)),
+        (0.0, 0.0)
+    );
+}
+
+#[tokio::test]
+async fn newcomer_gets_the_place_of_an_agent_that_is_away() {
+    let services = Services::start().await.unwrap();
+    let (topology, balancer) = start(1, &["--max-agents=1"], &[]).await;
+    let mut stream = open(&topology, &services.raw.to_string()).await;
+    balancer.set(Vec::new());
+    let started = Instant::now();
+    balancer.reset();
+    away(&topology, 1.0).await;
+    let newcomer = start_namesake(&topology).await;
+    newcomer.shows("open_server_connections", 1.0).await;
+    read_rest(&mut stream).await;
+    assert!(started.elapsed() < PROMPT, "{:?}", started.elapsed());
+    away(&topology, 0.0).await;
+    Innocent::open(&topology, services.raw).await;
+    // The place is taken again: the first agent does not displace an agent that is present.
+    balancer.set(vec![topology.agent_address(0)]);
+    let refused = [("listener", "agent"), ("reason", "too_many_connections")];
+    eventually("the first agent is refused", LIMIT, async || {
+        let metrics = topology.server_metrics(0).await;
+        value(&metrics, "culvert_rejected_total", &refused) > 0.0
+    })
+    .await;
+    newcomer.shows("open_server_connections", 1.0).await;
+}
+
+#[tokio::test]
+async fn frozen_agent_is_given_up_after_twenty_seconds() {
+    let services = Services::start().await.unwrap();
+    let (mut topology, _balancer) = start(1, &["--keepalive-time=1s"], &[]).await;
+    let mut stream = open(&topology, &services.raw.to_string()).await;
+    topology.agent(0).signal(Signal::STOP);
+    let started = Instant::now();
+    read_rest(&mut stream).await;
+    server_shows(&topology, "ready_backends", &[], 0.0).await;
+    let after = started.elapsed();
+    topology.agent(0).signal(Signal::CONT);
+    println!("given up after {after:?}");
+    let expected = Duration::from_secs(18)..Duration::from_secs(29);
+    assert!(expected.contains(&after), "{after:?}");
+    // The agent that continues connects again.
+    server_shows(&topology, "ready_backends", &[], 1.0).await;
 }
 
 /// On a long path, several attempts to resume are under way at the same time. Only one of them may reach the session:

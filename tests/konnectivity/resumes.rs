@@ -12,7 +12,7 @@ use culvert_kit::services::Services;
 use culvert_tests::balancer::Balancer;
 use culvert_tests::kube_api::{KubeApi, TokenStatus};
 use culvert_tests::link::{self, Conditions, FAR, Link};
-use culvert_tests::metrics::Metrics;
+use culvert_tests::metrics::{Metrics, http_get};
 use culvert_tests::namespace::{alone, hosts};
 use culvert_tests::{Executable, Mode, Signal, Topology, Transport, eventually};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -242,6 +242,30 @@ async fn dial_during_a_break_waits_for_the_only_agent() {
     timely("the dial", dial).await.unwrap().unwrap();
     innocent.still_echoes("a break").await;
     away(&topology, 0.0).await;
+}
+
+#[tokio::test]
+async fn dials_do_not_wait_for_an_agent_that_stays_away() {
+    let services = Services::start().await.unwrap();
+    let (topology, balancer) = start(1, &[], &[]).await;
+    let mut innocent = Innocent::open(&topology, services.raw).await;
+    balancer.set(Vec::new());
+    balancer.reset();
+    away(&topology, 1.0).await;
+    let target = services.raw.to_string();
+    let started = Instant::now();
+    refusal(&topology, &target).await;
+    assert!(started.elapsed() < Duration::from_secs(15));
+    let error = refusal(&topology, &target).await;
+    assert_refused(&error, 500, "No agent available", "");
+    let (status, ..) = http_get(topology.server_health(0), "/readyz")
+        .await
+        .unwrap();
+    assert_eq!(status, 500);
+    // The agent's connections wait on.
+    balancer.set(vec![topology.agent_address(0)]);
+    innocent.still_echoes("a long break").await;
+    Innocent::open(&topology, services.raw).await;
 }
 
 #[tokio::test]

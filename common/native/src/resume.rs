@@ -19,6 +19,7 @@ mod core;
 mod farewell;
 mod hello;
 mod io;
+mod process;
 mod replay;
 mod session;
 mod silence;
@@ -32,6 +33,7 @@ pub use self::hello::{
     add_ticket, answer_head, misdirected, offer, over, resume, ticket,
 };
 pub use self::io::ResumableIo;
+pub use self::process::Process;
 pub use self::session::{Attached, Base, Positions, Session, State};
 pub use self::stream::MaybeResumable;
 

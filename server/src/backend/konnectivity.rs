@@ -48,15 +48,18 @@ impl Konnectivity {
             let silent = async {
                 loop {
                     stream.silent().await;
+                    if stream.is_gone() {
+                        return StreamDialError::AgentLost;
+                    }
                     if has_other() {
-                        return;
+                        return StreamDialError::TimedOut;
                     }
                 }
             };
             let outcome = tokio::select! {
                 biased;
                 outcome = stream.dial(dial, limit) => outcome,
-                () = silent => Err(StreamDialError::TimedOut),
+                error = silent => Err(error),
             };
             let error = match outcome {
                 Ok(connection) => return Ok(connection.with_load(load)),

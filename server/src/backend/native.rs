@@ -49,6 +49,10 @@ const RENEW_AFTER: u64 = 1 << 29;
 /// Pause between two looks at an agent that is away.
 const AWAY_CHECK: Duration = Duration::from_millis(100);
 
+/// Time for which dials wait for an agent that is away. Most links resume within a second; an agent that takes longer may
+/// have crashed.
+const AWAY_PATIENCE: Duration = Duration::from_secs(5);
+
 /// A native connection of an agent.
 pub struct NativeAgent {
     /// Number of the connection, unique in this process.
@@ -128,6 +132,7 @@ impl Agents {
         let stream: AnyTransport = Box::new(stream);
         let (stream, _session) = match ticket {
             Some(ticket) => {
+                let owner = owner.clone();
                 let opened = self.sessions.open(stream, inbound.clone(), ticket, owner);
                 let (stream, guard) = opened;
                 (MaybeResumable::Resumable(Box::new(stream)), Some(guard))
@@ -135,10 +140,7 @@ impl Agents {
             None => (MaybeResumable::Plain(stream), None),
         };
         let session = stream.session();
-        let pings = match session {
-            Some(_) => self.sessions.pings(context.keepalive),
-            None => Pings::with_keepalive(context.keepalive),
-        };
+        let pings = Pings::with_keepalive(context.keepalive);
         let opener = Opener::new(stream, inbound.clone(), pings);
         // Nothing is lost with a link that breaks so early.
         let opened = tokio::select! {
@@ -174,6 +176,8 @@ impl Agents {
         self.tasks.spawn(control.instrument(span.clone()));
         let backend = Backend::Native(agent.clone());
         let registration = span.in_scope(|| self.registry.register(backend, place));
+        // The dials of the earlier process find the new agent.
+        self.sessions.replace(&owner);
         self.carry(context, agent, registration, link)
             .instrument(span)
             .await;
@@ -204,7 +208,8 @@ impl Agents {
             () = watch.run(agent.session.as_deref()) => "the watch ended".to_owned(),
         };
         let session = agent.session.as_deref();
-        if watch.is_away() && !context.shutdown.is_cancelled() {
+        let is_replaced = session.is_some_and(|session| session.condemned().is_some());
+        if watch.is_away() && !is_replaced && !context.shutdown.is_cancelled() {
             self.sessions.count(ResumeOutcome::Expired);
         }
         drop(registration);
@@ -248,6 +253,12 @@ impl NativeAgent {
         self.session
             .as_ref()
             .is_some_and(|session| session.is_away())
+    }
+
+    /// Returns true if the agent has been away for so long that dials no longer wait for it.
+    pub fn is_gone(&self) -> bool {
+        let away = self.session.as_ref().and_then(|session| session.away_for());
+        away.is_some_and(|away| away >= AWAY_PATIENCE) && self.second_link().is_none()
     }
 
     /// Resolves once the agent is suspect: it sends nothing, not even an answer to a PING, or is away.

@@ -7,6 +7,7 @@
 //! as in upstream (`pkg/server/backend_manager.go`); another strategy would lead into another network.
 
 mod group;
+mod places;
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
@@ -20,14 +21,14 @@ use parking_lot::Mutex;
 use tracing::{info, warn};
 
 use self::group::{Conditions, Group};
+#[cfg(test)]
+pub(crate) use self::places::MAX_STREAMS;
+use self::places::Places;
+pub(crate) use self::places::{NoPlace, Place};
 use super::Backend;
 use super::load::{ClientSeat, Load, LoadGuard};
 use crate::metrics::{ServerMetrics, Strategy};
 use crate::tunnel::{Health, Peer};
-
-/// Largest number of streams of one identity. More than agents in the largest cluster, because agents may share a
-/// certificate.
-pub(crate) const MAX_STREAMS: usize = 8192;
 
 /// The connected agents of a server.
 pub(crate) struct Registry {
@@ -68,37 +69,14 @@ struct Entry {
     load: Load,
     /// Number of clients that were placed on the agent's shard.
     seats: Load,
+    /// Place of the agent connection; `None` once another agent connection has taken the place.
+    place: Mutex<Option<Place>>,
 }
 
 /// An agent connection's entry in the registry; dropping the registration removes the entry.
 pub(crate) struct Registration {
     registry: Arc<Registry>,
     entry: Arc<Entry>,
-    _place: Place,
-}
-
-#[derive(Default)]
-struct Places {
-    /// Number of places by identity. Identities without a place are left out.
-    by_identity: HashMap<Arc<str>, usize>,
-    total: usize,
-}
-
-/// Place of an agent's stream among the streams of its identity. Dropping the value frees the place.
-pub(crate) struct Place {
-    registry: Arc<Registry>,
-    identity: Arc<str>,
-}
-
-/// Reason why a stream gets no place.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum NoPlace {
-    /// The identity has too many streams.
-    #[error("the agent already has {MAX_STREAMS} streams")]
-    Identity,
-    /// The server has too many streams.
-    #[error("the server already has {0} agent connections; see its flag --max-agents")]
-    Server(usize),
 }
 
 /// The agents that a dial may use.
@@ -151,32 +129,6 @@ impl Registry {
         })
     }
 
-    /// Takes a place for a stream.
-    ///
-    /// # Errors
-    /// Fails if the identity or the server has too many streams.
-    pub(crate) fn place(self: &Arc<Self>, identity: Arc<str>) -> Result<Place, NoPlace> {
-        let mut places = self.places.lock();
-        if places.total >= self.limits.agents {
-            return Err(NoPlace::Server(self.limits.agents));
-        }
-        let count = places.by_identity.entry(identity.clone()).or_default();
-        if *count >= MAX_STREAMS {
-            return Err(NoPlace::Identity);
-        }
-        *count += 1;
-        places.total += 1;
-        Ok(Place {
-            registry: self.clone(),
-            identity,
-        })
-    }
-
-    #[cfg(test)]
-    pub(crate) fn has_no_places(&self) -> bool {
-        self.places.lock().by_identity.is_empty()
-    }
-
     /// Adds an agent connection; dropping the registration removes the agent connection.
     pub(crate) fn register(self: &Arc<Self>, stream: Backend, place: Place) -> Registration {
         let hello = stream.hello();
@@ -198,6 +150,7 @@ impl Registry {
             shard: Shards::current(),
             load: Load::default(),
             seats: Load::default(),
+            place: Mutex::new(Some(place)),
         });
         let mut agents = self.agents.lock();
         agents.add(&entry);
@@ -205,7 +158,6 @@ impl Registry {
         Registration {
             registry: self.clone(),
             entry,
-            _place: place,
         }
     }
 
@@ -431,19 +383,9 @@ impl Drop for Registration {
         let mut agents = self.registry.agents.lock();
         agents.remove(&self.entry);
         self.registry.report(&agents, &self.entry);
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        let mut places = self.registry.places.lock();
-        places.total -= 1;
-        if let Some(count) = places.by_identity.get_mut(&self.identity) {
-            *count -= 1;
-            if *count == 0 {
-                places.by_identity.remove(&self.identity);
-            }
-        }
+        drop(agents);
+        // The place refers to the registry, and the registry to the entry.
+        self.entry.place.lock().take();
     }
 }
 

@@ -6,9 +6,10 @@ use std::time::Duration;
 
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_native::resume::{
-    Attached, Base, Binding, ResumableIo, ResumeRequest, Session, State, Ticket, answer_head, over,
+    Attached, Base, Binding, Process, ResumableIo, ResumeRequest, Session, State, Ticket,
+    answer_head, over,
 };
-use culvert_native::window::{Inbound, PING_TIMEOUT, Pings};
+use culvert_native::window::Inbound;
 use metrics::Gauge;
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -31,8 +32,15 @@ pub(crate) type AgentSession = Session<AnyTransport>;
 pub(crate) struct Sessions {
     /// Value of `--resume-grace`; 0 disables resumption.
     grace: Duration,
-    table: Mutex<HashMap<[u8; 16], Arc<Entry>>>,
+    table: Mutex<Table>,
     metrics: Arc<ServerMetrics>,
+}
+
+#[derive(Default)]
+struct Table {
+    by_id: HashMap<[u8; 16], Arc<Entry>>,
+    /// Sessions of agents that report their place, by the place.
+    by_place: HashMap<[u8; 16], Vec<Arc<Entry>>>,
 }
 
 /// Identity of an agent, which must be the same in the introduction and in each request to resume.
@@ -42,8 +50,12 @@ pub(crate) struct Owner {
     pub agent_id: String,
     /// Identity that the token or the certificate proves, or the claimed id.
     pub identity: Arc<str>,
+    /// True if the agent has proven the identity.
+    pub is_proven: bool,
     /// Common name of the certificate.
     pub common_name: Option<Arc<str>>,
+    /// The agent's process; `None` if the agent does not report it.
+    pub process: Option<Process>,
 }
 
 struct Entry {
@@ -90,14 +102,6 @@ impl Sessions {
         Ticket::random()
     }
 
-    /// Returns the times of pings. A link that may still resume is not given up because of an unanswered ping.
-    pub(crate) fn pings(&self, keepalive: Duration) -> Pings {
-        Pings {
-            timeout: PING_TIMEOUT.max(self.grace + PING_TIMEOUT / 4),
-            ..Pings::with_keepalive(keepalive)
-        }
-    }
-
     /// Makes the link of an accepted agent resumable.
     pub(crate) fn open(
         self: &Arc<Self>,
@@ -113,9 +117,29 @@ impl Sessions {
             owner,
             session: stream.session(),
         };
-        self.table.lock().insert(id, Arc::new(entry));
+        self.table.lock().insert(Arc::new(entry));
         let sessions = self.clone();
         (stream, SessionGuard { sessions, id })
+    }
+
+    /// Ends the sessions of an earlier process in the place of a new process. A session whose link works ends when the
+    /// link breaks.
+    pub(crate) fn replace(&self, owner: &Owner) {
+        let Some(process) = owner.process else {
+            return;
+        };
+        let in_place = self.table.lock().by_place.get(&process.place()).cloned();
+        let earlier = in_place.into_iter().flatten();
+        for entry in earlier.filter(|entry| owner.replaces(&entry.owner)) {
+            if entry.session.condemn("the agent has restarted") {
+                self.count(ResumeOutcome::Replaced);
+                info!(
+                    agent = owner.agent_id,
+                    earlier = entry.owner.agent_id,
+                    "the agent has restarted; its earlier link does not resume"
+                );
+            }
+        }
     }
 
     /// Returns the session of a request. Returns `None` if the session has ended, or the request does not prove that
@@ -126,7 +150,7 @@ impl Sessions {
         owner: &Owner,
         binding: Option<&Binding>,
     ) -> Option<Resumption> {
-        let entry = self.table.lock().get(&request.id).cloned();
+        let entry = self.table.lock().by_id.get(&request.id).cloned();
         let Some(entry) = entry else {
             self.count(ResumeOutcome::Unknown);
             return None;
@@ -185,6 +209,48 @@ impl Sessions {
     }
 }
 
+// === impl Table ===
+
+impl Table {
+    fn insert(&mut self, entry: Arc<Entry>) {
+        if let Some(process) = entry.owner.process {
+            let in_place = self.by_place.entry(process.place()).or_default();
+            in_place.push(entry.clone());
+        }
+        self.by_id.insert(entry.ticket.id, entry);
+    }
+
+    fn remove(&mut self, id: &[u8; 16]) {
+        let entry = self.by_id.remove(id);
+        let place = entry.and_then(|entry| entry.owner.process);
+        if let Some(place) = place.map(|process| process.place())
+            && let Some(in_place) = self.by_place.get_mut(&place)
+        {
+            in_place.retain(|entry| entry.ticket.id != *id);
+            if in_place.is_empty() {
+                self.by_place.remove(&place);
+            }
+        }
+    }
+}
+
+// === impl Owner ===
+
+impl Owner {
+    /// Returns true if the agent's process runs in the place of the earlier one, which has ended. A place is a claim of
+    /// the agent, so both must have proven the same identity. An agent that draws its id at random has another id.
+    fn replaces(&self, earlier: &Self) -> bool {
+        let (Some(new), Some(old)) = (&self.process, &earlier.process) else {
+            return false;
+        };
+        let is_same = !self.is_proven || self.identity == earlier.identity;
+        self.is_proven == earlier.is_proven
+            && self.common_name == earlier.common_name
+            && is_same
+            && new.replaces(old)
+    }
+}
+
 // === impl AwayWatch ===
 
 impl AwayWatch {
@@ -237,7 +303,9 @@ mod tests {
         Owner {
             agent_id: agent_id.to_owned(),
             identity: identity.into(),
+            is_proven: true,
             common_name: common_name.map(Into::into),
+            process: None,
         }
     }
 
@@ -253,6 +321,13 @@ mod tests {
     fn sessions(grace: u64) -> Arc<Sessions> {
         let metrics = Arc::new(ServerMetrics::new(&[]).unwrap());
         Sessions::new(Duration::from_secs(grace), metrics)
+    }
+
+    impl Sessions {
+        fn is_empty(&self) -> bool {
+            let table = self.table.lock();
+            table.by_id.is_empty() && table.by_place.is_empty()
+        }
     }
 
     fn counted(sessions: &Sessions, outcome: &str) -> bool {
@@ -283,7 +358,64 @@ mod tests {
         assert!(counted(&sessions, "refused") && !counted(&sessions, "unknown"));
         drop(opened);
         assert!(sessions.find(&request, &own, Some(&BINDING)).is_none());
-        assert!(counted(&sessions, "unknown") && sessions.table.lock().is_empty());
+        assert!(counted(&sessions, "unknown") && sessions.is_empty());
+    }
+
+    #[tokio::test]
+    async fn new_process_ends_only_the_sessions_of_the_process_that_it_replaces() {
+        let sessions = sessions(30);
+        let new = |place| Process::new(&[place]).unwrap();
+        let of = |owner: Owner, process| Owner {
+            process: Some(process),
+            ..owner
+        };
+        let first = new("here");
+        let owners = [
+            of(owner("random-1", "pod", None), first),
+            of(owner("random-1", "pod", None), first),
+            of(owner("random-1", "pod", None), new("there")),
+            of(owner("random-1", "other", None), first),
+            of(owner("random-1", "pod", Some("name")), first),
+            owner("random-1", "pod", None),
+        ];
+        let (mut links, mut guards) = (Vec::new(), Vec::new());
+        for owner in owners {
+            let ticket = sessions.ticket().unwrap();
+            // The peer is gone, so the link breaks.
+            let transport = Box::new(duplex(64).0);
+            let (link, guard) = sessions.open(transport, Arc::default(), ticket, owner);
+            guards.push(guard);
+            let session = link.session();
+            links.push(tokio::spawn(async move {
+                let mut link = link;
+                link.read_u8().await.unwrap_err().to_string()
+            }));
+            session.broke().await;
+        }
+        // Another connection of the same process.
+        sessions.replace(&of(owner("random-1", "pod", None), first));
+        assert!(!counted(&sessions, "replaced"));
+        sessions.replace(&of(owner("random-2", "pod", None), new("here")));
+        for link in links.drain(..2) {
+            assert_eq!(link.await.unwrap(), "the agent has restarted");
+        }
+        assert!(links.iter().all(|link| !link.is_finished()));
+        assert!(counted(&sessions, "replaced"));
+        drop(guards);
+        assert!(sessions.is_empty());
+    }
+
+    #[test]
+    fn unproven_identity_is_no_part_of_the_comparison() {
+        let of = |agent_id, is_proven| Owner {
+            is_proven,
+            process: Process::new(&["here"]),
+            ..owner(agent_id, agent_id, None)
+        };
+        assert!(of("random-2", false).replaces(&of("random-1", false)));
+        for (new, earlier) in [(true, true), (true, false), (false, true)] {
+            assert!(!of("random-2", new).replaces(&of("random-1", earlier)));
+        }
     }
 
     #[tokio::test]

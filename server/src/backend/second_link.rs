@@ -185,7 +185,9 @@ mod tests {
         Owner {
             agent_id: "a".to_owned(),
             identity: "a".into(),
+            is_proven: false,
             common_name: None,
+            process: None,
         }
     }
 

@@ -9,6 +9,7 @@ use culvert_konnectivity::identifiers::Identifiers;
 use culvert_konnectivity::message::HALF_CLOSE_HEADER;
 use culvert_konnectivity::metrics::Segment;
 use culvert_kube::tokens::Tokens;
+use culvert_native::resume::Process;
 use rustls::pki_types::CertificateDer;
 use tokio::sync::watch;
 use tokio_util::task::TaskTracker;
@@ -176,11 +177,19 @@ impl Agents {
     }
 
     /// Returns the owner of the sessions that an authenticated agent begins on this connection.
-    pub(super) fn owner(&self, hello: &Hello, identity: Arc<str>) -> Owner {
+    pub(super) fn owner(
+        &self,
+        hello: &Hello,
+        identity: Arc<str>,
+        process: Option<Process>,
+    ) -> Owner {
+        let common_name = self.peer.common_name();
         Owner {
             agent_id: hello.agent_id.clone(),
             identity,
-            common_name: self.peer.common_name(),
+            is_proven: self.tokens.is_some() || common_name.is_some(),
+            common_name,
+            process,
         }
     }
 }

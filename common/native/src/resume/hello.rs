@@ -279,7 +279,7 @@ where
     stream.shutdown().await
 }
 
-fn hex(bytes: &[u8]) -> String {
+pub(super) fn hex(bytes: &[u8]) -> String {
     use fmt::Write as _;
     let mut text = String::with_capacity(2 * bytes.len());
     for byte in bytes {
@@ -289,7 +289,7 @@ fn hex(bytes: &[u8]) -> String {
     text
 }
 
-fn unhex<const N: usize>(text: &str) -> Option<[u8; N]> {
+pub(super) fn unhex<const N: usize>(text: &str) -> Option<[u8; N]> {
     let mut bytes = [0; N];
     let digits = text.as_bytes();
     if digits.len() != 2 * N || !digits.iter().all(u8::is_ascii_hexdigit) {

@@ -101,6 +101,9 @@ impl<T: AsyncRead + AsyncWrite + Unpin> ResumableIo<T> {
         if self.is_closing || self.core.is_ended() {
             return Err(ErrorKind::BrokenPipe.into());
         }
+        if let Some(why) = self.session.condemned() {
+            return Err(self.fail(ErrorKind::ConnectionReset, why.to_owned()));
+        }
         if self.timer.as_mut().poll(cx).is_ready() {
             let why = format!("the link broke, and did not resume within {:?}", self.grace);
             return Err(self.fail(ErrorKind::TimedOut, why));

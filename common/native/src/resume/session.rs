@@ -1,13 +1,16 @@
 //! The state of a resumable link that other tasks see, and the transports that they attach.
 
 use std::fmt;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::Waker;
+use std::time::Duration;
 
 use futures_util::task::AtomicWaker;
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::watch;
+use tokio::time::Instant;
 
 use super::farewell::Farewell;
 
@@ -63,6 +66,10 @@ pub struct Session<T> {
     task: AtomicWaker,
     received: AtomicU64,
     is_away: AtomicBool,
+    /// Time of the break, while the link has no transport.
+    broken: Mutex<Option<Instant>>,
+    /// Reason why the link ends as soon as it has no transport.
+    condemned: OnceLock<&'static str>,
     state: watch::Sender<State>,
 }
 
@@ -85,6 +92,8 @@ impl<T> Session<T> {
             task: AtomicWaker::new(),
             received: AtomicU64::new(0),
             is_away: AtomicBool::new(false),
+            broken: Mutex::default(),
+            condemned: OnceLock::new(),
             state: watch::Sender::new(State::Attached),
         }
     }
@@ -95,7 +104,7 @@ impl<T> Session<T> {
     /// Returns the transport if the link has ended.
     pub fn attach(&self, attached: Attached<T>) -> Result<(), Attached<T>> {
         let mut slot = self.slot.lock();
-        if slot.is_closed {
+        if slot.is_closed || self.condemned().is_some() {
             return Err(attached);
         }
         let earlier = slot.offered.replace(attached);
@@ -114,6 +123,23 @@ impl<T> Session<T> {
     /// Returns true if the link has no transport.
     pub fn is_away(&self) -> bool {
         self.is_away.load(Ordering::Relaxed)
+    }
+
+    /// Returns the time since the link has no transport; `None` if the link has one.
+    pub fn away_for(&self) -> Option<Duration> {
+        // Nearly always false, and cheap.
+        if !self.is_away() {
+            return None;
+        }
+        self.broken.lock().map(|at| at.elapsed())
+    }
+
+    /// Makes the link end as soon as it has no transport, for the given reason: the peer will not return. Returns false
+    /// if the link was to end like this already.
+    pub fn condemn(&self, why: &'static str) -> bool {
+        let is_new = self.condemned.set(why).is_ok();
+        self.task.wake();
+        is_new
     }
 
     /// Resolves once the link has no transport and waits for another. Never resolves after the end of the link.
@@ -146,6 +172,13 @@ impl<T> Session<T> {
     }
 
     pub(super) fn set(&self, state: State) {
+        let mut broken = self.broken.lock();
+        *broken = match (state, *broken) {
+            (State::Away, None) => Some(Instant::now()),
+            (State::Away, since) => since,
+            _ => None,
+        };
+        drop(broken);
         self.is_away.store(state == State::Away, Ordering::Relaxed);
         self.state.send_if_modified(|now| {
             let is_new = *now != state && *now != State::Ended;
@@ -154,6 +187,11 @@ impl<T> Session<T> {
             }
             is_new
         });
+    }
+
+    /// Returns the reason why the link ends as soon as it has no transport; `None` if the link waits for another one.
+    pub fn condemned(&self) -> Option<&'static str> {
+        self.condemned.get().copied()
     }
 
     /// Ends the session: no transport is accepted anymore.

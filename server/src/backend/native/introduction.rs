@@ -2,7 +2,7 @@
 
 use culvert_native::COUNT_PUSHED_HEADER;
 use culvert_native::hello::{self, HelloError};
-use culvert_native::resume::{self, Binding, Offer, Ticket};
+use culvert_native::resume::{self, Binding, Offer, Process, Ticket};
 use http::{HeaderMap, HeaderValue};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tonic::metadata::MetadataMap;
@@ -63,6 +63,7 @@ impl Agents {
     {
         let headers = hello::read(stream).await?;
         let offer = resume::offer(&headers)?;
+        let process = Process::of(&headers);
         let is_connected = hello::has_connected(&headers, &self.server_id);
         let metadata = MetadataMap::from_headers(headers);
         let mut hello = match Hello::from_metadata(&metadata) {
@@ -110,7 +111,7 @@ impl Agents {
                 return Err(error.into());
             }
         };
-        let owner = self.owner(&hello, identity);
+        let owner = self.owner(&hello, identity, process);
         let Some(place) = place else {
             return self.find(stream, &offer, &owner, binding.as_ref()).await;
         };

@@ -148,7 +148,11 @@ impl Agents {
         let checked = match second {
             None => Err(LinkRefusal::Session),
             Some(second) => match self.authenticate(&metadata, &mut hello).await {
-                Ok(identity) if self.owner(&hello, identity.clone()) == second.owner => {
+                Ok(identity)
+                    // A process has one place, so the introduction over QUIC does not repeat it.
+                    if self.owner(&hello, identity.clone(), second.owner.process)
+                        == second.owner =>
+                {
                     match second.connection() {
                         Some(place) => Ok((second, place)),
                         None => Err(LinkRefusal::TooMany),

@@ -106,7 +106,7 @@ impl Group {
     pub(super) fn health(&self) -> Health {
         let mut best = Health::Absent;
         for entry in self.entries() {
-            best = best.max(entry.stream.rank().health());
+            best = best.max(entry.stream.health());
             if best == Health::Healthy {
                 break;
             }
@@ -151,8 +151,10 @@ impl Member {
             load,
         } = *conditions;
         let entries = self.entries.iter();
-        let usable =
-            entries.filter(|entry| !tried.contains(&entry.stream.serial()) && load(entry) < limit);
+        let usable = entries.filter(|entry| {
+            let is_new = !tried.contains(&entry.stream.serial());
+            is_new && load(entry) < limit && !entry.stream.is_gone()
+        });
         let (rank, entry) = usable
             .map(|entry| (entry.stream.rank(), entry))
             .min_by_key(|(rank, _)| *rank)?;

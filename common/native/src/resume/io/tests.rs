@@ -288,6 +288,43 @@ async fn peer_that_reads_nothing_delays_the_end_by_a_bounded_time() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn condemned_link_ends_once_it_has_no_transport() {
+    const WHY: &str = "the agent has restarted";
+    for is_away in [true, false] {
+        let (mut near, mut far) = pair(1 << 16);
+        let session = far.session();
+        let started = Instant::now();
+        near.write_all(b"one").await.unwrap();
+        near.flush().await.unwrap();
+        let mut got = [0; 3];
+        far.read_exact(&mut got).await.unwrap();
+        if is_away {
+            far.transport = Some(duplex(1).0);
+            let reading = tokio::spawn(async move { far.read_u8().await.unwrap_err() });
+            session.broke().await;
+            assert!(session.condemn(WHY) && !session.condemn(WHY));
+            assert_eq!(reading.await.unwrap().to_string(), WHY);
+        } else {
+            assert!(session.condemn(WHY));
+            near.write_all(b"two").await.unwrap();
+            near.flush().await.unwrap();
+            far.read_exact(&mut got).await.unwrap();
+            far.transport = Some(duplex(1).0);
+            assert_eq!(far.read_u8().await.unwrap_err().to_string(), WHY);
+        }
+        assert_eq!(started.elapsed(), Duration::ZERO);
+        let attached = Attached {
+            transport: duplex(1).0,
+            base: Base::Told(Positions {
+                received: 0,
+                from: 0,
+            }),
+        };
+        assert!(session.attach(attached).is_err());
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn peer_that_never_acknowledges_bounds_the_memory() {
     let (near, mut far) = duplex(1 << 16);
     let mut near = ResumableIo::accepting(near, Arc::default(), GRACE);

@@ -1,0 +1,117 @@
+//! The places of agent connections, whose number is limited.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use tracing::warn;
+
+use super::Registry;
+
+/// Largest number of streams of one identity. More than agents in the largest cluster, because agents may share a
+/// certificate.
+pub(crate) const MAX_STREAMS: usize = 8192;
+
+#[derive(Default)]
+pub(super) struct Places {
+    /// Number of places by identity. Identities without a place are left out.
+    by_identity: HashMap<Arc<str>, usize>,
+    total: usize,
+}
+
+/// Place of an agent's stream among the streams of its identity. Dropping the value frees the place.
+pub(crate) struct Place {
+    registry: Arc<Registry>,
+    identity: Arc<str>,
+}
+
+/// Reason why a stream gets no place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum NoPlace {
+    /// The identity has too many streams.
+    #[error("the agent already has {MAX_STREAMS} streams")]
+    Identity,
+    /// The server has too many streams.
+    #[error("the server already has {0} agent connections; see its flag --max-agents")]
+    Server(usize),
+}
+
+// === impl Registry ===
+
+impl Registry {
+    /// Takes a place for a stream. If no place is free, ends an agent connection that is away, and takes its place.
+    ///
+    /// # Errors
+    /// Fails if the identity or the server has too many streams.
+    pub(crate) fn place(self: &Arc<Self>, identity: Arc<str>) -> Result<Place, NoPlace> {
+        let full = match self.free_place(identity.clone()) {
+            Err(full) => full,
+            placed => return placed,
+        };
+        let is_candidate = |place: &Place| match full {
+            NoPlace::Identity => place.identity == identity,
+            NoPlace::Server(_) => true,
+        };
+        match self.displace(is_candidate) {
+            true => self.free_place(identity),
+            false => Err(full),
+        }
+    }
+
+    /// Ends the oldest candidate among the agent connections that are away. Returns false without a candidate.
+    fn displace(&self, is_candidate: impl Fn(&Place) -> bool) -> bool {
+        let agents = self.agents.lock();
+        let away = agents.all.entries().filter(|entry| {
+            entry.stream.is_away() && entry.place.lock().as_ref().is_some_and(&is_candidate)
+        });
+        let oldest = away.min_by_key(|entry| entry.stream.serial()).cloned();
+        drop(agents);
+        let Some(entry) = oldest else {
+            return false;
+        };
+        warn!(
+            agent = entry.stream.hello().agent_id,
+            stream = entry.stream.serial(),
+            "the agent is away, and a new agent needs its place: its link does not resume; see --max-agents"
+        );
+        entry.stream.abandon();
+        let place = entry.place.lock().take();
+        place.is_some()
+    }
+
+    fn free_place(self: &Arc<Self>, identity: Arc<str>) -> Result<Place, NoPlace> {
+        let mut places = self.places.lock();
+        if places.total >= self.limits.agents {
+            return Err(NoPlace::Server(self.limits.agents));
+        }
+        let count = places.by_identity.entry(identity.clone()).or_default();
+        if *count >= MAX_STREAMS {
+            return Err(NoPlace::Identity);
+        }
+        *count += 1;
+        places.total += 1;
+        Ok(Place {
+            registry: self.clone(),
+            identity,
+        })
+    }
+
+    #[cfg(test)]
+    pub(crate) fn has_no_places(&self) -> bool {
+        self.places.lock().by_identity.is_empty()
+    }
+}
+
+// === impl Place ===
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut places = self.registry.places.lock();
+        places.total -= 1;
+        if let Some(count) = places.by_identity.get_mut(&self.identity) {
+            *count -= 1;
+            if *count == 0 {
+                places.by_identity.remove(&self.identity);
+            }
+        }
+    }
+}
