@@ -3,6 +3,7 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use culvert_host::net::loss::Packets;
 use culvert_host::net::readahead::ReadAhead;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_native::resume::{Session, State, Ticket};
@@ -26,14 +27,49 @@ pub(crate) struct ResumableLink {
     pub socket: Option<SharedSocket>,
 }
 
-/// Socket of the TCP connection to a server, for its counters. Empty after the end of the link; a resumed link has another
-/// socket.
-pub(crate) type SharedSocket = Arc<Mutex<Option<OwnedFd>>>;
+/// Socket of the TCP connection to a server, for its counters.
+pub(crate) type SharedSocket = Arc<Mutex<LinkSocket>>;
+
+/// The socket of a link, and the number of sockets before it.
+pub(crate) struct LinkSocket {
+    /// `None` after the end of the link.
+    socket: Option<OwnedFd>,
+    generation: u64,
+}
 
 /// Counts a server as away until its link resumes, or until the value is dropped.
 pub(crate) struct Absence {
     gauge: Gauge,
     away: Option<GaugeGuard>,
+}
+
+// === impl LinkSocket ===
+
+impl LinkSocket {
+    /// Creates the first socket of a link.
+    pub(crate) fn new(socket: OwnedFd) -> Self {
+        Self {
+            socket: Some(socket),
+            generation: 0,
+        }
+    }
+
+    /// Replaces the socket: the link has resumed.
+    pub(crate) fn replace(&mut self, socket: Option<OwnedFd>) {
+        self.socket = socket;
+        self.generation += 1;
+    }
+
+    /// Closes the socket: the link has ended.
+    pub(crate) fn close(&mut self) {
+        self.socket = None;
+    }
+
+    /// Returns the counters of the socket, and its generation: the counters of two sockets cannot be compared.
+    pub(crate) fn packets(&self) -> Option<(u64, Packets)> {
+        let packets = Packets::of_tcp(self.socket.as_ref()?)?;
+        Some((self.generation, packets))
+    }
 }
 
 // === impl Absence ===

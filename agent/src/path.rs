@@ -23,7 +23,8 @@ pub(crate) struct Cuts(VecDeque<Instant>);
 /// Observation of the path to one server.
 #[derive(Debug)]
 pub(crate) struct Path {
-    tcp: LossMeter,
+    /// Meter of the TCP connection with this generation.
+    tcp: (u64, LossMeter),
     quic: LossMeter,
     cuts: Cuts,
     /// Time until which the path counts as lossy.
@@ -60,7 +61,7 @@ impl Path {
     /// Creates the observation of a path with earlier cuts.
     pub(crate) fn new(cuts: Cuts) -> Self {
         Self {
-            tcp: LossMeter::default(),
+            tcp: Default::default(),
             quic: LossMeter::default(),
             cuts,
             lossy_until: None,
@@ -78,14 +79,20 @@ impl Path {
         self.quic = LossMeter::default();
     }
 
-    /// Records the counters of both connections. Returns true if new dials should use QUIC.
+    /// Records the counters of both connections, for TCP with the generation of its socket. Returns true if new dials
+    /// should use QUIC.
     pub(crate) fn prefers_quic(
         &mut self,
         now: Instant,
-        tcp: Option<Packets>,
+        tcp: Option<(u64, Packets)>,
         quic: Packets,
     ) -> bool {
-        let by_tcp = tcp.map_or(Loss::Little, |packets| self.tcp.sample(now, packets));
+        let by_tcp = tcp.map_or(Loss::Little, |(generation, packets)| {
+            if self.tcp.0 != generation {
+                self.tcp = (generation, LossMeter::default());
+            }
+            self.tcp.1.sample(now, packets)
+        });
         let by_quic = self.quic.sample(now, quic);
         if by_tcp > Loss::Little || by_quic > Loss::Little {
             self.lossy_until = Some(now + CLEAN);
@@ -122,7 +129,7 @@ mod tests {
             let mut look = |seconds, packets| {
                 let now = start + Duration::from_secs(seconds);
                 match over_tcp {
-                    true => path.prefers_quic(now, Some(packets), Packets::default()),
+                    true => path.prefers_quic(now, Some((0, packets)), Packets::default()),
                     false => path.prefers_quic(now, None, packets),
                 }
             };
@@ -140,7 +147,8 @@ mod tests {
         let at = |seconds| start + Duration::from_secs(seconds);
         for is_reported in [false, true] {
             let mut path = Path::new(Cuts::default());
-            let mut look = |seconds, tcp, quic| path.prefers_quic(at(seconds), Some(tcp), quic);
+            let mut look =
+                |seconds, tcp, quic| path.prefers_quic(at(seconds), Some((0, tcp)), quic);
             let (tcp, none) = (lost(4000, 50), lost(0, 0));
             assert!(!look(0, lost(0, 0), none));
             assert!(look(5, tcp, none));
@@ -155,11 +163,27 @@ mod tests {
             if is_reported {
                 path.slow(at(130));
             }
-            let mut look = |seconds, tcp, quic| path.prefers_quic(at(seconds), Some(tcp), quic);
+            let mut look =
+                |seconds, tcp, quic| path.prefers_quic(at(seconds), Some((0, tcp)), quic);
             assert!(!look(130, tcp, quic));
             assert!(!look(200, lost(9000, 50), quic));
             assert!(look(205, lost(19_000, 200), quic));
         }
+    }
+
+    #[test]
+    fn counters_of_another_tcp_connection_are_not_compared_with_those_before() {
+        let mut path = Path::new(Cuts::default());
+        let start = Instant::now();
+        let mut look = |seconds, generation, packets| {
+            let now = start + Duration::from_secs(seconds);
+            path.prefers_quic(now, Some((generation, packets)), Packets::default())
+        };
+        assert!(!look(0, 0, lost(100_000, 10)));
+        // The next connection has lost packets before its first look, and loses no more.
+        assert!(!look(10, 1, lost(2000, 1000)));
+        assert!(!look(20, 1, lost(102_000, 1000)));
+        assert!(look(30, 1, lost(104_000, 1200)));
     }
 
     #[test]

@@ -31,7 +31,7 @@ use tracing::{debug, info};
 use crate::agent::Agent;
 use crate::config::{Config, LinkTransport};
 use crate::introduction::{metadata, server_of};
-use crate::link::SharedSocket;
+use crate::link::{LinkSocket, SharedSocket};
 use crate::metrics::ProbeOutcome;
 use crate::native::carry;
 use crate::path::{Cuts, Path};
@@ -119,7 +119,7 @@ impl Second {
             remote,
             session: offer.session,
             server_id,
-            socket: Arc::new(Mutex::new(Some(origin.socket))),
+            socket: Arc::new(Mutex::new(LinkSocket::new(origin.socket))),
             tls,
             config: config.clone(),
         }
@@ -147,7 +147,7 @@ impl Second {
         // The socket stays open with the TCP connection, and no longer.
         let close = async {
             ended.cancelled().await;
-            socket.lock().take();
+            socket.lock().close();
         };
         let links = async {
             let (mut pause, mut last_error) = (FIRST_PAUSE, String::new());
@@ -258,7 +258,7 @@ impl Probe {
         agent: &Arc<Agent>,
         open: Open,
         path: &Mutex<Path>,
-        socket: &Mutex<Option<OwnedFd>>,
+        socket: &Mutex<LinkSocket>,
         ended: &CancellationToken,
     ) -> String {
         let Open {
@@ -318,15 +318,10 @@ impl Probe {
     }
 
     /// Tells the server which link new dials should use. Never ends.
-    async fn prefer(
-        &self,
-        link: &Link,
-        path: &Mutex<Path>,
-        socket: &Mutex<Option<OwnedFd>>,
-    ) -> String {
+    async fn prefer(&self, link: &Link, path: &Mutex<Path>, socket: &Mutex<LinkSocket>) -> String {
         let mut preferred = None;
         loop {
-            let tcp = socket.lock().as_ref().and_then(Packets::of_tcp);
+            let tcp = socket.lock().packets();
             let of_link = link.path();
             let quic = Packets::of_sender(of_link.sent_packets, of_link.lost_packets);
             let is_lossy = path.lock().prefers_quic(Instant::now(), tcp, quic);

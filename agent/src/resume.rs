@@ -147,7 +147,7 @@ where
                     return std::future::pending().await;
                 }
                 if let Some(shared) = &link.socket {
-                    *shared.lock() = socket;
+                    shared.lock().replace(socket);
                 }
                 info!(congestion, "the link to the server resumed");
                 // The stream of the link reports its state when it has the connection. A connection that is already
