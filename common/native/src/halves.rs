@@ -16,6 +16,7 @@ use tokio::sync::Notify;
 use tokio::time::timeout;
 use tokio_util::task::TaskTracker;
 
+use super::buffers::{Buffers, Listed};
 use super::window::Inbound;
 use super::{close_reason, reset_code};
 
@@ -36,6 +37,7 @@ pub struct Chunk {
     queued: Arc<Queued>,
     /// Charge for a whole read: any part keeps the whole buffer alive.
     _held: Option<Arc<Held>>,
+    _listed: Option<Listed>,
 }
 
 /// Counter of the chunks of one stream that HTTP/2 has not written yet. HTTP/2 discards these chunks when the
@@ -57,6 +59,7 @@ pub struct NativeSink {
     /// A chunk of at least this many bytes waits until this many bytes fit the window and the queue.
     enough: usize,
     allowance: Option<Arc<Allowance>>,
+    buffers: Arc<Buffers>,
     finished: bool,
     lost: CloseReason,
 }
@@ -93,6 +96,7 @@ pub fn halves(
     lost: CloseReason,
 ) -> (NativeSource, NativeSink) {
     let stream = Arc::new(Mutex::new(send));
+    let buffers = inbound.buffers.clone();
     let source = NativeSource {
         stream: receive,
         sending: stream.clone(),
@@ -112,6 +116,7 @@ pub fn halves(
         queued: Arc::default(),
         enough: ENOUGH_BYTES,
         allowance: None,
+        buffers,
         finished: false,
         lost,
     };
@@ -121,18 +126,24 @@ pub fn halves(
 // === impl Chunk ===
 
 impl Chunk {
-    fn new(bytes: Bytes, queued: &Arc<Queued>, held: Option<Arc<Held>>) -> Self {
+    fn new(
+        bytes: Bytes,
+        queued: &Arc<Queued>,
+        held: Option<Arc<Held>>,
+        listed: Option<Listed>,
+    ) -> Self {
         queued.chunks.fetch_add(1, Ordering::Relaxed);
         Self {
             bytes,
             queued: queued.clone(),
             _held: held,
+            _listed: listed,
         }
     }
 
     /// Creates a chunk that no sender waits for.
     pub fn detached(bytes: Bytes) -> Self {
-        Self::new(bytes, &Arc::default(), None)
+        Self::new(bytes, &Arc::default(), None, None)
     }
 }
 
@@ -259,7 +270,8 @@ impl Sink for NativeSink {
             let wanted = self.turn(chunk.len().min(super::SEND_BYTES)).await?;
             let room = poll_fn(|cx| self.poll_room(cx, wanted)).await?;
             let part = chunk.split_to(room.min(wanted));
-            let part = Chunk::new(part, &self.queued, held.clone());
+            let listed = self.buffers.list(&part);
+            let part = Chunk::new(part, &self.queued, held.clone(), listed);
             let sent = self.stream.lock().send_data(part, false);
             sent.map_err(|_| self.lost)?;
         }
@@ -269,7 +281,7 @@ impl Sink for NativeSink {
     async fn finish(&mut self) -> Result<(), CloseReason> {
         if !self.finished {
             self.finished = true;
-            let end = Chunk::new(Bytes::new(), &self.queued, None);
+            let end = Chunk::new(Bytes::new(), &self.queued, None, None);
             // Fails only if the peer is gone; the source then reports the reason.
             let _ = self.stream.lock().send_data(end, true);
         }

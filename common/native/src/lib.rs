@@ -17,6 +17,7 @@
 //! no other connection. The window of the whole HTTP/2 connection is as large as HTTP/2 permits
 //! ([`CONNECTION_WINDOW_BYTES`]): if stalled streams could use up the shared window, every stream would wait.
 
+mod buffers;
 pub mod control;
 mod counting_reader;
 pub mod dial;

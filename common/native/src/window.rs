@@ -29,6 +29,8 @@ use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
 use tokio::time::{Instant, Sleep, sleep};
 
+use super::buffers::Buffers;
+
 pub use self::profile::{
     BESIDE_BYTES, CROWDED_BYTES, LONG_PATH_BYTES, PACKETS_BESIDE_BYTES, PACKETS_LONG_PATH_BYTES,
     SHORT_PATH_BYTES, WindowProfile,
@@ -97,6 +99,8 @@ pub struct Inbound {
     link_changes: AtomicU32,
     /// Waker of the task that polls the tuner.
     tuner: AtomicWaker,
+    /// Buffers of the bytes in the other direction.
+    pub(crate) buffers: Arc<Buffers>,
 }
 
 /// Error for a peer that sent nothing for too long after a ping.
@@ -200,6 +204,7 @@ impl Inbound {
             probe: AtomicBool::new(false),
             link_changes: AtomicU32::new(0),
             tuner: AtomicWaker::new(),
+            buffers: Arc::default(),
         }
     }
 

@@ -2,6 +2,8 @@
 
 use std::io::IoSlice;
 
+use bytes::Bytes;
+
 use super::replay::Replay;
 use super::{ACK_BYTES, REPLAY_BYTES};
 
@@ -135,7 +137,17 @@ impl Core {
 
     /// Copies bytes for the peer, and returns their number.
     pub fn write(&mut self, slices: &[IoSlice<'_>]) -> usize {
-        self.outgoing.replay.push(slices, FRAME_BYTES)
+        self.write_from(slices, |_| None)
+    }
+
+    /// Adds bytes for the peer, and returns their number. `buffer` returns the buffer of a slice, which is then kept instead
+    /// of a copy.
+    pub fn write_from(
+        &mut self,
+        slices: &[IoSlice<'_>],
+        buffer: impl Fn(&[u8]) -> Option<Bytes>,
+    ) -> usize {
+        self.outgoing.replay.push(slices, FRAME_BYTES, buffer)
     }
 
     /// Stores the next bytes for the transport in `slices`, and returns the number of slices; 0 if there is nothing to

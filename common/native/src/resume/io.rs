@@ -63,6 +63,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> ResumableIo<T> {
     }
 
     fn new(transport: T, inbound: Arc<Inbound>, grace: Duration, silence: Option<Silence>) -> Self {
+        inbound.buffers.begin();
         Self {
             transport: Some(transport),
             core: Core::default(),
@@ -336,7 +337,8 @@ impl<T: AsyncRead + AsyncWrite + Unpin> ResumableIo<T> {
                 return Poll::Pending;
             }
         }
-        let written = self.core.write(slices);
+        let buffers = &self.inbound.buffers;
+        let written = self.core.write_from(slices, |slice| buffers.find(slice));
         self.send_now(cx);
         Poll::Ready(Ok(written))
     }

@@ -3,6 +3,8 @@
 use std::collections::VecDeque;
 use std::io::IoSlice;
 
+use bytes::Bytes;
+
 /// Capacity of a block for bulk, in bytes. The allocator soon reuses a block that was just freed, so the copied bytes
 /// stay in the processor's cache while the peer acknowledges quickly.
 const BLOCK_BYTES: usize = 64 * 1024;
@@ -13,12 +15,38 @@ const SMALL_BLOCK_BYTES: usize = 4 * 1024;
 /// Bytes from `start` to `end` of an endless stream, in blocks. An empty buffer has no blocks.
 #[derive(Debug)]
 pub(super) struct Replay {
-    blocks: VecDeque<Vec<u8>>,
+    blocks: VecDeque<Block>,
     /// Bytes at the start of the first block that were released.
     released: usize,
     start: u64,
     end: u64,
     limit: usize,
+}
+
+/// A part of the stream.
+#[derive(Debug)]
+enum Block {
+    /// Copied bytes. The capacity never grows.
+    Copied(Vec<u8>),
+    /// Part of the buffer that the bytes came in.
+    Shared(Bytes),
+}
+
+impl Block {
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Copied(bytes) => bytes,
+            Self::Shared(bytes) => bytes,
+        }
+    }
+
+    /// Returns the vector if there is room in it.
+    fn with_room(&mut self) -> Option<&mut Vec<u8>> {
+        match self {
+            Self::Copied(bytes) if bytes.len() < bytes.capacity() => Some(bytes),
+            _ => None,
+        }
+    }
 }
 
 impl Replay {
@@ -49,37 +77,46 @@ impl Replay {
         self.limit.saturating_sub(kept)
     }
 
-    /// Adds at most `most` bytes, and returns their number.
-    pub(super) fn push(&mut self, slices: &[IoSlice<'_>], most: usize) -> usize {
+    /// Adds at most `most` bytes, and returns their number. `buffer` returns the buffer of a slice, if the buffer can be
+    /// kept instead of a copy.
+    pub(super) fn push(
+        &mut self,
+        slices: &[IoSlice<'_>],
+        most: usize,
+        buffer: impl Fn(&[u8]) -> Option<Bytes>,
+    ) -> usize {
         let total: usize = slices.iter().map(|slice| slice.len()).sum();
         let count = total.min(most).min(self.room());
         let mut left = count;
         for slice in slices {
             let part = slice.get(..left.min(slice.len())).unwrap_or_default();
-            self.append(part, left);
+            match buffer(part) {
+                Some(shared) => self.blocks.push_back(Block::Shared(shared)),
+                None => self.append(part),
+            }
             left -= part.len();
         }
         self.end += count as u64;
         count
     }
 
-    /// Appends bytes; `expected` is the number of bytes that follow, including these.
-    fn append(&mut self, mut bytes: &[u8], mut expected: usize) {
+    /// Appends a copy of bytes.
+    fn append(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() {
-            let room = |block: &Vec<u8>| block.capacity() - block.len();
-            if self.blocks.back().is_none_or(|block| room(block) == 0) {
-                let capacity = match expected > SMALL_BLOCK_BYTES {
+            if self.blocks.back_mut().and_then(Block::with_room).is_none() {
+                let capacity = match bytes.len() > SMALL_BLOCK_BYTES {
                     true => BLOCK_BYTES,
                     false => SMALL_BLOCK_BYTES,
                 };
-                self.blocks.push_back(Vec::with_capacity(capacity));
+                let block = Vec::with_capacity(capacity);
+                self.blocks.push_back(Block::Copied(block));
             }
-            let Some(block) = self.blocks.back_mut() else {
+            let Some(block) = self.blocks.back_mut().and_then(Block::with_room) else {
                 return;
             };
-            let (now, later) = bytes.split_at(bytes.len().min(room(block)));
+            let room = block.capacity() - block.len();
+            let (now, later) = bytes.split_at(bytes.len().min(room));
             block.extend_from_slice(now);
-            expected -= now.len();
             bytes = later;
         }
     }
@@ -90,9 +127,9 @@ impl Replay {
         self.released += usize::try_from(to - self.start).unwrap_or(usize::MAX);
         self.start = to;
         while let Some(block) = self.blocks.front()
-            && block.len() <= self.released
+            && block.bytes().len() <= self.released
         {
-            self.released -= block.len();
+            self.released -= block.bytes().len();
             self.blocks.pop_front();
         }
     }
@@ -110,13 +147,13 @@ impl Replay {
             if at <= from {
                 break;
             }
-            at -= block.len() as u64;
+            at -= block.bytes().len() as u64;
             first -= 1;
         }
         let mut skip = usize::try_from(from.saturating_sub(at)).unwrap_or(usize::MAX);
         let (mut left, mut count) = (most, 0);
         for (block, slice) in self.blocks.range(first..).zip(slices) {
-            let part = block.get(skip..).unwrap_or_default();
+            let part = block.bytes().get(skip..).unwrap_or_default();
             let part = part.get(..left.min(part.len())).unwrap_or_default();
             if part.is_empty() {
                 break;
@@ -154,7 +191,7 @@ mod tests {
             let data = bytes(replay.end(), count);
             let (near, far) = data.split_at(count / 3);
             let slices = [IoSlice::new(near), IoSlice::new(far)];
-            assert_eq!(replay.push(&slices, usize::MAX), count);
+            assert_eq!(replay.push(&slices, usize::MAX, |_| None), count);
         }
         for start in [0, 3, 4096, 100_000, 270_000] {
             replay.release(start);
@@ -169,11 +206,35 @@ mod tests {
     }
 
     #[test]
+    fn large_slices_keep_their_buffers_and_other_slices_are_copied() {
+        let mut replay = Replay::new(1 << 20);
+        let buffer = Bytes::from(bytes(10, 300_000));
+        let (head, tail) = (bytes(0, 10), bytes(200_010, 7));
+        let find = |slice: &[u8]| (slice.len() > 1000).then(|| buffer.slice_ref(slice));
+        let slices = [&head[..], &buffer[..200_000], &tail[..]].map(IoSlice::new);
+        assert_eq!(replay.push(&slices, usize::MAX, find), 200_017);
+        assert_eq!(replay.blocks.len(), 3);
+        for from in [0, 5, 10, 100_000, 200_009, 200_012] {
+            let left = (replay.end() - from) as usize;
+            assert_eq!(read(&replay, from, usize::MAX), bytes(from, left));
+        }
+        replay.release(100_000);
+        assert_eq!(replay.blocks.len(), 2);
+        replay.release(200_017);
+        assert!(replay.blocks.is_empty() && buffer.is_unique());
+        // The last bytes that fit are a part of the slice.
+        let mut replay = Replay::new(1500);
+        let slices = [IoSlice::new(&buffer)];
+        assert_eq!(replay.push(&slices, usize::MAX, find), 1500);
+        assert_eq!(read(&replay, 0, usize::MAX), bytes(10, 1500));
+    }
+
+    #[test]
     fn buffer_accepts_no_more_than_its_limit() {
         let mut replay = Replay::new(100);
-        assert_eq!(replay.push(&[IoSlice::new(&[7; 80])], 70), 70);
-        assert_eq!(replay.push(&[IoSlice::new(&[7; 80])], 70), 30);
-        assert_eq!(replay.push(&[IoSlice::new(&[7; 80])], 70), 0);
+        assert_eq!(replay.push(&[IoSlice::new(&[7; 80])], 70, |_| None), 70);
+        assert_eq!(replay.push(&[IoSlice::new(&[7; 80])], 70, |_| None), 30);
+        assert_eq!(replay.push(&[IoSlice::new(&[7; 80])], 70, |_| None), 0);
         replay.release(1);
         assert_eq!(replay.room(), 1);
     }
