@@ -1,6 +1,6 @@
 //! Bulk transfers, many connections, services that send first, half closes.
 
-use crate::case::{Case, agent_value};
+use crate::case::{Case, Make, agent_value};
 
 /// Transfers bulk data with a checksum in both directions, and runs 100 concurrent echoes over two agents.
 pub(crate) async fn transfers_and_echoes(case: Case) {
@@ -65,9 +65,16 @@ pub(crate) async fn endpoint_first(case: Case) {
     let Some(tunnel) = case.start(1, &[&[]]).await else {
         return;
     };
-    let first = tunnel.services.first;
-    tunnel
-        .succeeds("serverfirst", first, &["--count=20", "--allow-buffered"])
-        .await;
+    let first = tunnel.services.first.to_string();
+    let flags = ["--count=20", "--allow-buffered"];
+    let result = tunnel.run("serverfirst", &first, &flags).await;
+    // A stock server may pass on the endpoint's bytes before its own answer to the CONNECT. The agent waits 25 ms with
+    // these bytes, and on a busy machine the answer may take longer.
+    let overtaken = |error: &String| error.contains("malformed HTTP response");
+    let errors = result["errors"].as_object();
+    let is_race = tunnel.case.server != Make::Ours
+        && result["failed"] != result["count"]
+        && errors.is_some_and(|errors| errors.keys().all(overtaken));
+    assert!(result["ok"] == true || is_race, "{result}");
     tunnel.settles().await;
 }
