@@ -142,6 +142,20 @@ impl Servers {
         }
     }
 
+    /// Ends a link that is not needed. A server that does not receive the end would keep a link that can resume.
+    fn leave(&self, transport: Transport) {
+        if let Transport::Native {
+            taker,
+            link: Some(link),
+            ..
+        } = transport
+        {
+            drop(taker);
+            let farewell = async move { link.session.farewell().await };
+            self.agent.tasks.spawn(farewell);
+        }
+    }
+
     /// Adds a server and starts its stream, unless the server is already connected.
     fn add(self: &Arc<Self>, connector: &Arc<Connector>, connected: Connected) -> Outcome {
         let Connected {
@@ -160,6 +174,7 @@ impl Servers {
             let mut table = self.table.lock();
             if let Some(server) = table.get_mut(&server_id) {
                 server.count = server_count;
+                self.leave(transport);
                 return Outcome::Duplicate;
             }
             let agent = self.agent.clone();

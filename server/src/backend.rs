@@ -89,11 +89,12 @@ impl Backend {
         }
     }
 
-    /// Returns true if the link to the agent broke, and has not resumed yet.
-    fn is_away(&self) -> bool {
+    /// Returns true if neither link to the agent works: the TCP link broke and has not resumed yet, and no usable QUIC link
+    /// exists.
+    fn is_unreachable(&self) -> bool {
         match self {
             Self::Packet(_) => false,
-            Self::Native(agent) => agent.is_away(),
+            Self::Native(agent) => agent.is_away() && agent.second_link().is_none(),
         }
     }
 
@@ -132,7 +133,7 @@ impl Backend {
     fn peer(&self) -> Peer {
         let (kind, connections) = match self {
             Self::Packet(stream) => ("agent, packet stream", stream.counts().1),
-            Self::Native(agent) if self.is_away() => ("agent, native, away", agent.connections()),
+            Self::Native(agent) if agent.is_away() => ("agent, native, away", agent.connections()),
             Self::Native(agent) => {
                 let has_quic = agent
                     .second

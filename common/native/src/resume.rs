@@ -44,15 +44,12 @@ pub const REPLAY_BYTES: usize = 16 * 1024 * 1024;
 /// Received bytes that an end acknowledges at once.
 pub const ACK_BYTES: u64 = 256 * 1024;
 
-/// Default of `--resume-grace`: the time for which a link without a transport waits for another transport.
-pub const GRACE: Duration = Duration::from_secs(30);
-
-/// Returns the bound of the buffers of one link, in bytes: the bytes kept for the peer, and the bytes read ahead while
-/// the former are at their limit.
+/// Returns the bound of the buffers of one link, in bytes: the buffers of the bytes kept for the peer, which take at most
+/// twice the size of these bytes, and the bytes read ahead while the kept bytes are at their limit.
 pub fn buffer_bytes(grace: Duration) -> usize {
     match grace.is_zero() {
         true => 0,
-        false => 2 * REPLAY_BYTES,
+        false => 3 * REPLAY_BYTES,
     }
 }
 

@@ -331,6 +331,9 @@ impl<T: AsyncRead + AsyncWrite + Unpin> ResumableIo<T> {
         }
         if self.core.room() == 0 {
             self.read_ahead(cx)?;
+            if self.core.is_ended() {
+                return Poll::Ready(Err(ErrorKind::BrokenPipe.into()));
+            }
             if self.core.room() == 0 {
                 self.is_full = true;
                 self.tick(cx);

@@ -61,7 +61,7 @@ impl Registry {
     fn displace(&self, is_candidate: impl Fn(&Place) -> bool) -> bool {
         let agents = self.agents.lock();
         let away = agents.all.entries().filter(|entry| {
-            entry.stream.is_away() && entry.place.lock().as_ref().is_some_and(&is_candidate)
+            entry.stream.is_unreachable() && entry.place.lock().as_ref().is_some_and(&is_candidate)
         });
         let oldest = away.min_by_key(|entry| entry.stream.serial()).cloned();
         drop(agents);
