@@ -293,7 +293,7 @@ fn silence_of_the_tcp_connection_delays_no_stream_and_no_dial_over_quic() {
             let stream = open(&topology, &services).await;
             check::echo(stream, 1, 100).await.unwrap();
             let lasted = started.elapsed();
-            assert!(lasted < Duration::from_secs(1), "{lasted:?}");
+            assert!(lasted < LOADED, "{lasted:?}");
         }
         link.set_tcp_dark(false);
         let gap = load.finish().await;
