@@ -22,16 +22,18 @@ const AGENTS: [usize; 2] = [2, 1_000];
 const IDLE: usize = 10_000;
 const OPENED_AT_ONCE: usize = 50;
 
-/// Numbers of dials at a time, with the names of the rows for few agents, for many agents and for their ratio.
-/// Eight dials at a time over two agent connections share TLS records and system calls; over 1,000 agent
-/// connections they do not.
-const AT_ONCE: [(usize, [&str; 3]); 2] = [
+/// Numbers of dials at a time, with the names of the rows: with few agents, with many agents, with many agents of which
+/// a strategy chooses the few, and the ratios of the last two to the first. Eight dials at a time over two agent
+/// connections share TLS records and system calls; over 1,000 agent connections they do not.
+const AT_ONCE: [(usize, [&str; 5]); 2] = [
     (
         8,
         [
             "dial, 2 agents",
             "dial, 1000 agents",
+            "dial, 2 of 1000 agents",
             "dial, 1000 by 2 agents",
+            "dial, 2 of 1000 by 2 agents",
         ],
     ),
     (
@@ -39,7 +41,9 @@ const AT_ONCE: [(usize, [&str; 3]); 2] = [
         [
             "lone dial, 2 agents",
             "lone dial, 1000 agents",
+            "lone dial, 2 of 1000 agents",
             "lone dial, 1000 by 2 agents",
+            "lone dial, 2 of 1000 by 2 agents",
         ],
     ),
 ];
@@ -67,45 +71,59 @@ struct Cost {
     p99_ms: f64,
 }
 
-/// Measures a pair of programs once: the start of 1,000 agents takes about half a minute.
+/// Measures a pair of programs once: each start of 1,000 agents takes about half a minute.
 pub(super) async fn measure(lab: &Lab, pair: Pair, lines: &mut Lines) {
-    let few = harness(figures(lab, pair, AGENTS[0])).await.flatten();
-    let many = harness(figures(lab, pair, AGENTS[1])).await.flatten();
-    let both = few.and_then(|few| Ok((few, many?)));
-    let mut add = |row, unit, figure: &dyn Fn(&Figures, &Figures) -> f64, target: Option<f64>| {
-        let figure = match &both {
-            Ok((few, many)) => Ok(figure(few, many)),
+    let [few, many] = AGENTS;
+    let mut all = Vec::new();
+    for (agents, chosen) in [(few, few), (many, many), (many, few)] {
+        all.push(harness(figures(lab, pair, agents, chosen)).await.flatten());
+    }
+    let all: anyhow::Result<Vec<Figures>> = all.into_iter().collect();
+    let mut add = |row, unit, figure: &dyn Fn(&[Figures; 3]) -> f64, target: Option<f64>| {
+        let figure = match &all {
+            Ok(all) => all.first_chunk().map(figure).context("no figures"),
             Err(error) => Err(anyhow::anyhow!("{error:#}")),
         };
         let target = target.filter(|_| pair.server);
         lines.add(Line::new(pair.name, row, unit, [figure], target));
     };
-    for (index, (_, [few_row, many_row, ratio_row])) in AT_ONCE.into_iter().enumerate() {
-        let cost = |figures: &Figures| figures.dials.get(index).copied().unwrap_or_default();
-        let cpu = |figures: &Figures| cost(figures).cpu_us;
-        let p99 = |figures: &Figures| cost(figures).p99_ms;
-        add(few_row, "CPU us", &|few, _| cpu(few), None);
-        add(many_row, "CPU us", &|_, many| cpu(many), None);
-        let ratio = |few: &Figures, many: &Figures| cpu(many) / cpu(few);
-        add(ratio_row, "CPU ratio", &ratio, Some(RATIO));
-        add(few_row, "p99 ms", &|few, _| p99(few), None);
-        add(many_row, "p99 ms", &|_, many| p99(many), None);
-        let ratio = |few: &Figures, many: &Figures| p99(many) / p99(few);
-        add(ratio_row, "p99 ratio", &ratio, Some(RATIO));
+    type Figure = fn(&Cost) -> f64;
+    let figures: [(&str, &str, Figure); 2] = [
+        ("CPU us", "CPU ratio", |cost| cost.cpu_us),
+        ("p99 ms", "p99 ratio", |cost| cost.p99_ms),
+    ];
+    for (index, (_, rows)) in AT_ONCE.into_iter().enumerate() {
+        let [few_row, many_row, chosen_row, many_ratio, chosen_ratio] = rows;
+        for (unit, ratio, figure) in figures {
+            let of = |figures: &Figures| figures.dials.get(index).map_or(f64::NAN, figure);
+            add(few_row, unit, &|[few, _, _]| of(few), None);
+            add(many_row, unit, &|[_, many, _]| of(many), None);
+            add(chosen_row, unit, &|[_, _, chosen]| of(chosen), None);
+            let by_few = |[few, many, _]: &[Figures; 3]| of(many) / of(few);
+            add(many_ratio, ratio, &by_few, Some(RATIO));
+            let by_few = |[few, _, chosen]: &[Figures; 3]| of(chosen) / of(few);
+            add(chosen_ratio, ratio, &by_few, Some(RATIO));
+        }
     }
-    let memory = |few: &Figures, many: &Figures| {
+    let memory = |[few, many, _]: &[Figures; 3]| {
         (many.rss_kib - few.rss_kib) / (AGENTS[1] - AGENTS[0]) as f64
     };
     add("memory of an agent", "KiB", &memory, None);
 }
 
-async fn figures(lab: &Lab, pair: Pair, agents: usize) -> anyhow::Result<Figures> {
+/// Measures a server with `agents` agents, of which the first `chosen` get all dials.
+async fn figures(lab: &Lab, pair: Pair, agents: usize, chosen: usize) -> anyhow::Result<Figures> {
     let (server, agent) = lab.executables(pair)?;
     let (_endpoint, target) = lab.programs.endpoint().await?;
-    let mut builder =
-        Topology::builder(Mode::HttpConnect, Transport::Uds).server(server, &["--v=1"]);
-    for _ in 0..agents {
-        builder = builder.agent(agent.clone(), &["--v=1"]);
+    let mut builder = Topology::builder(Mode::HttpConnect, Transport::Uds)
+        .server(server, &["--v=1", "--proxy-strategies=destHost,default"]);
+    let serves = format!("--agent-identifiers=host={}", target.ip());
+    for number in 0..agents {
+        let identifiers = match number < chosen {
+            true => &serves,
+            false => "--agent-identifiers=host=other",
+        };
+        builder = builder.agent(agent.clone(), &["--v=1", identifiers]);
     }
     let mut topology = builder.start().await;
     let rss_kib = ask(|| topology.server(0).rss())? as f64 / 1024.0;
