@@ -60,6 +60,9 @@ pub(crate) async fn half_close(case: Case) {
     tunnel.settles().await;
 }
 
+/// Largest number of the 20 dials of [`endpoint_first`] whose answer a busy stock server may send too late.
+const OVERTAKEN: u64 = 2;
+
 /// A service that sends before the client does.
 pub(crate) async fn endpoint_first(case: Case) {
     let Some(tunnel) = case.start(1, &[&[]]).await else {
@@ -70,10 +73,12 @@ pub(crate) async fn endpoint_first(case: Case) {
     let result = tunnel.run("serverfirst", &first, &flags).await;
     // A stock server may pass on the endpoint's bytes before its own answer to the CONNECT. The agent waits 25 ms with
     // these bytes, and on a busy machine the answer may take longer.
-    let overtaken = |error: &String| error.contains("malformed HTTP response");
+    let overtaken = |error: &String| error.contains(r#"malformed HTTP response "culvert-first""#);
     let errors = result["errors"].as_object();
     let is_race = tunnel.case.server != Make::Ours
-        && result["failed"] != result["count"]
+        && result["failed"]
+            .as_u64()
+            .is_some_and(|failed| failed <= OVERTAKEN)
         && errors.is_some_and(|errors| errors.keys().all(overtaken));
     assert!(result["ok"] == true || is_race, "{result}");
     tunnel.settles().await;

@@ -288,13 +288,20 @@ fn silence_of_the_tcp_connection_delays_no_stream_and_no_dial_over_quic() {
         let load = Load::start(&topology, &services).await;
         link.set_tcp_dark(true);
         let dark = Instant::now();
+        let mut dialing = Vec::new();
         while dark.elapsed() < Duration::from_secs(5) {
             let started = Instant::now();
             let stream = open(&topology, &services).await;
             check::echo(stream, 1, 100).await.unwrap();
-            let lasted = started.elapsed();
-            assert!(lasted < LOADED, "{lasted:?}");
+            dialing.push(started.elapsed());
         }
+        dialing.sort_unstable();
+        // A busy machine may delay some dials; waiting for the TCP connection would delay each by 1.5 s.
+        assert!(
+            dialing[dialing.len() / 2] < Duration::from_millis(500),
+            "{dialing:?}"
+        );
+        assert!(dialing[dialing.len() - 1] < LOADED, "{dialing:?}");
         link.set_tcp_dark(false);
         let gap = load.finish().await;
         println!("longest gap: {gap:?}");
