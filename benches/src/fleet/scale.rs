@@ -22,9 +22,9 @@ const AGENTS: [usize; 2] = [2, 1_000];
 const IDLE: usize = 10_000;
 const OPENED_AT_ONCE: usize = 50;
 
-/// Numbers of dials at a time, with the names of the rows: with few agents, with many agents, with many agents of which
-/// a strategy chooses the few, and the ratios of the last two to the first. Eight dials at a time over two agent
-/// connections share TLS records and system calls; over 1,000 agent connections they do not.
+/// Numbers of dials at a time, with the names of the rows: few agents, many agents, few agents chosen by a strategy among
+/// many, and the ratios of the last two to the first. Eight dials at a time over two agent connections share TLS records
+/// and system calls; over 1,000 agent connections they do not.
 const AT_ONCE: [(usize, [&str; 5]); 2] = [
     (
         8,
@@ -111,7 +111,7 @@ pub(super) async fn measure(lab: &Lab, pair: Pair, lines: &mut Lines) {
     add("memory of an agent", "KiB", &memory, None);
 }
 
-/// Measures a server with `agents` agents, of which the first `chosen` get all dials.
+/// Measures a server with `agents` agents. The first `chosen` agents get all dials.
 async fn figures(lab: &Lab, pair: Pair, agents: usize, chosen: usize) -> anyhow::Result<Figures> {
     let (server, agent) = lab.executables(pair)?;
     let (_endpoint, target) = lab.programs.endpoint().await?;
