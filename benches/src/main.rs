@@ -62,6 +62,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
+use self::fleet::agents;
 use self::tunnel::bare;
 
 /// Compares whole tunnels and front doors on this machine.
@@ -94,6 +95,7 @@ fn main() -> ExitCode {
     let name = std::env::args_os().next().unwrap_or_default();
     match Path::new(&name).file_name().and_then(OsStr::to_str) {
         Some(endpoint::ENDPOINT) => return endpoint::serve(),
+        Some(agents::AGENTS) => return agents::serve(),
         Some(side @ (bare::NEAR | bare::FAR)) => return bare::serve(side),
         _ => {}
     }

@@ -12,6 +12,7 @@ use culvert_tests::interop::Interop;
 use tempfile::TempDir;
 
 use crate::endpoint::{ENDPOINT, LISTENING};
+use crate::fleet::agents::AGENTS;
 use crate::harness::harness;
 use crate::names::{AGENT, NODE, PROXY, SERVER};
 
@@ -23,7 +24,7 @@ const START_LIMIT: Duration = Duration::from_secs(20);
 pub(crate) struct Programs {
     /// Folder of our programs and of this program.
     ours: PathBuf,
-    /// Folder with a link to this program: the harness starts files, not subcommands.
+    /// Folder with links to this program: the harness starts files, not subcommands.
     names: TempDir,
     /// The stock programs and the Go driver. `None` if Go is not installed.
     pub stock: Option<&'static Interop>,
@@ -51,8 +52,9 @@ impl Programs {
         let names = tempfile::Builder::new()
             .prefix("culvert-bench-")
             .tempdir()?;
-        symlink(&this, names.path().join(ENDPOINT))
-            .context("cannot create a link for the endpoint")?;
+        for name in [ENDPOINT, AGENTS] {
+            symlink(&this, names.path().join(name)).context("cannot create a link")?;
+        }
         Ok(Self {
             ours,
             names,
@@ -63,6 +65,11 @@ impl Programs {
     /// Returns the path of one of our programs.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.ours.join(name)
+    }
+
+    /// Returns the path of the program that runs many agents of ours.
+    pub(crate) fn agents(&self) -> PathBuf {
+        self.names.path().join(AGENTS)
     }
 
     /// Starts the endpoint of idle connections and returns its address.

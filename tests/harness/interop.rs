@@ -30,6 +30,8 @@ pub struct Interop {
     pub proxy_agent: PathBuf,
     /// Path of the driver.
     pub driver: PathBuf,
+    /// Path of the program that runs many stock agents; only the newest release has one.
+    pub agents: PathBuf,
 }
 
 impl Interop {
@@ -90,6 +92,7 @@ impl Interop {
             proxy_server: bin.join("proxy-server"),
             proxy_agent: bin.join("proxy-agent"),
             driver: bin.join("driver"),
+            agents: bin.join("agents"),
         })
     }
 

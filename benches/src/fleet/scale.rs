@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use culvert_kit::client::BoxedStream;
-use culvert_tests::{Mode, Topology, Transport};
+use culvert_tests::topology::PATIENCE;
+use culvert_tests::{Mode, Program, Topology, Transport, eventually};
 use futures_util::{StreamExt as _, TryStreamExt as _};
 use tokio::time::Instant;
 
@@ -71,21 +72,27 @@ struct Cost {
     p99_ms: f64,
 }
 
-/// Measures a pair of programs once: each start of 1,000 agents takes about half a minute.
+/// Measures a pair of programs. Each round has the three settings in turns.
 pub(super) async fn measure(lab: &Lab, pair: Pair, lines: &mut Lines) {
     let [few, many] = AGENTS;
-    let mut all = Vec::new();
-    for (agents, chosen) in [(few, few), (many, many), (many, few)] {
-        all.push(harness(figures(lab, pair, agents, chosen)).await.flatten());
-    }
-    let all: anyhow::Result<Vec<Figures>> = all.into_iter().collect();
-    let mut add = |row, unit, figure: &dyn Fn(&[Figures; 3]) -> f64, target: Option<f64>| {
-        let figure = match &all {
-            Ok(all) => all.first_chunk().map(figure).context("no figures"),
-            Err(error) => Err(anyhow::anyhow!("{error:#}")),
+    let mut rounds: Vec<anyhow::Result<[Figures; 3]>> = Vec::new();
+    for _ in 0..lab.rounds {
+        let round = async {
+            Ok([
+                figures(lab, pair, few, few).await?,
+                figures(lab, pair, many, many).await?,
+                figures(lab, pair, many, few).await?,
+            ])
         };
+        rounds.push(harness(round).await.flatten());
+    }
+    let mut add = |row, unit, figure: &dyn Fn(&[Figures; 3]) -> f64, target: Option<f64>| {
+        let figures = rounds.iter().map(|round| match round {
+            Ok(round) => Ok(figure(round)),
+            Err(error) => Err(anyhow::anyhow!("{error:#}")),
+        });
         let target = target.filter(|_| pair.server);
-        lines.add(Line::new(pair.name, row, unit, [figure], target));
+        lines.add(Line::new(pair.name, row, unit, figures, target));
     };
     type Figure = fn(&Cost) -> f64;
     let figures: [(&str, &str, Figure); 2] = [
@@ -111,21 +118,15 @@ pub(super) async fn measure(lab: &Lab, pair: Pair, lines: &mut Lines) {
     add("memory of an agent", "KiB", &memory, None);
 }
 
-/// Measures a server with `agents` agents. The first `chosen` agents get all dials.
+/// Measures a server with `agents` agents in one process. The first `chosen` agents get all dials.
 async fn figures(lab: &Lab, pair: Pair, agents: usize, chosen: usize) -> anyhow::Result<Figures> {
-    let (server, agent) = lab.executables(pair)?;
+    let (server, _) = lab.executables(pair)?;
     let (_endpoint, target) = lab.programs.endpoint().await?;
-    let mut builder = Topology::builder(Mode::HttpConnect, Transport::Uds)
-        .server(server, &["--v=1", "--proxy-strategies=destHost,default"]);
-    let serves = format!("--agent-identifiers=host={}", target.ip());
-    for number in 0..agents {
-        let identifiers = match number < chosen {
-            true => &serves,
-            false => "--agent-identifiers=host=other",
-        };
-        builder = builder.agent(agent.clone(), &["--v=1", identifiers]);
-    }
-    let mut topology = builder.start().await;
+    let mut topology = Topology::builder(Mode::HttpConnect, Transport::Uds)
+        .server(server, &["--v=1", "--proxy-strategies=destHost,default"])
+        .start()
+        .await;
+    let _agents = start(lab, pair, &topology, agents, chosen, target).await?;
     let rss_kib = ask(|| topology.server(0).rss())? as f64 / 1024.0;
     let idle = (0..IDLE).map(|_| async {
         let mut stream = open(&topology, target).await?;
@@ -139,6 +140,40 @@ async fn figures(lab: &Lab, pair: Pair, agents: usize, chosen: usize) -> anyhow:
         *cost = load(&mut topology, target, at_once).await?;
     }
     Ok(Figures { dials, rss_kib })
+}
+
+/// Starts a process with agents, and waits until the server counts all of them. The first `chosen` agents serve the
+/// address of `target`.
+async fn start(
+    lab: &Lab,
+    pair: Pair,
+    topology: &Topology,
+    agents: usize,
+    chosen: usize,
+    target: SocketAddr,
+) -> anyhow::Result<Program> {
+    let path = match pair.agent {
+        true => lab.programs.agents(),
+        false => lab.programs.stock.context("needs Go")?.agents.clone(),
+    };
+    let (pki, server) = (topology.pki(), topology.agent_address(0));
+    let args = [
+        agents.to_string(),
+        chosen.to_string(),
+        format!("host={}", target.ip()),
+        format!("--ca-cert={}", pki.ca.display()),
+        format!("--agent-cert={}", pki.agent.cert.display()),
+        format!("--agent-key={}", pki.agent.key.display()),
+        format!("--proxy-server-host={}", server.ip()),
+        format!("--proxy-server-port={}", server.port()),
+    ];
+    let program = Program::spawn(path, args, &[]);
+    eventually("all agents are ready", PATIENCE, async || {
+        let ready = topology.ready_agents(0).await;
+        (ready >= agents as f64).then_some(()).ok_or(ready)
+    })
+    .await;
+    Ok(program)
 }
 
 /// Dials for some seconds, and returns the cost of a dial.
