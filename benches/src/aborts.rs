@@ -196,12 +196,20 @@ async fn download(mut stream: BoxedStream, moved: Arc<AtomicU64>) {
     }
 }
 
-async fn upload(mut stream: BoxedStream, moved: Arc<AtomicU64>) {
-    for piece in pattern::pieces(u64::MAX) {
-        if stream.write_all(&piece).await.is_err() {
-            return;
+/// Uploads until the connection ends. A client of the packet protocol learns of the end only if the client reads.
+async fn upload(stream: BoxedStream, moved: Arc<AtomicU64>) {
+    let (mut reader, mut writer) = tokio::io::split(stream);
+    let uploaded = async {
+        for piece in pattern::pieces(u64::MAX) {
+            if writer.write_all(&piece).await.is_err() {
+                return;
+            }
+            moved.fetch_add(piece.len() as u64, Ordering::Relaxed);
         }
-        moved.fetch_add(piece.len() as u64, Ordering::Relaxed);
+    };
+    tokio::select! {
+        () = uploaded => {}
+        _ = reader.read_u8() => {}
     }
 }
 
