@@ -4,9 +4,11 @@
 //! near side and then accepts streams. Windows never change, and copies are the plainest that `h2` permits. The
 //! difference between our programs and the relay is the cost of everything else.
 
+use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::Context as _;
 use bytes::{Bytes, BytesMut};
@@ -20,6 +22,7 @@ use http::{Method, Request, Response};
 use rustls::pki_types::ServerName;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
+use tokio::time::sleep;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 /// Names under which this program starts as one side of the relay.
@@ -38,6 +41,9 @@ const SEND_BUFFER: usize = 512 << 10;
 
 /// Streams that may be open at once.
 const STREAMS: u32 = 100_000;
+
+/// Pause of the far side until it dials the near side again.
+const RETRY: Duration = Duration::from_millis(20);
 
 /// Longest head of a request, in bytes.
 const MAX_HEAD: usize = 4096;
@@ -137,7 +143,14 @@ async fn carry(mut client: UnixStream, mut requests: SendRequest<Bytes>) -> anyh
 async fn run_far(server: &Path, cert: &Path, key: &Path, ca: &Path) -> anyhow::Result<()> {
     let (identity, trust) = (Identity::load(cert, key)?, TrustBundle::load(ca)?);
     let config = client_config(&trust, Some(&identity), &[], &TlsOptions::default())?;
-    let stream = TcpStream::connect(address(server)?).await?;
+    let server = address(server)?;
+    let stream = loop {
+        match TcpStream::connect(server).await {
+            // Both sides start at the same time.
+            Err(error) if error.kind() == ErrorKind::ConnectionRefused => sleep(RETRY).await,
+            connected => break connected?,
+        }
+    };
     stream.set_nodelay(true)?;
     let name = ServerName::try_from(CLUSTER_NAME)?;
     let stream = TlsConnector::from(config).connect(name, stream).await?;
