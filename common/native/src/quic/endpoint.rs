@@ -41,8 +41,8 @@ pub(super) const MAX_STREAMS: u32 = 1 << 17;
 /// Number of streams that a server permits: the control stream.
 const SERVER_STREAMS: u32 = 1;
 
-/// Time without a packet after which both ends give the connection up.
-const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
+/// Time without a packet, or without an answer to a ping, after which both ends give the connection up.
+pub(super) const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Interval between packets of an idle agent. NAT devices forget UDP flows after 30 s.
 const KEEPALIVE: Duration = Duration::from_secs(15);
@@ -241,7 +241,7 @@ fn server_config(
 }
 
 /// Returns the settings of both ends. Path MTU discovery and segmentation offload are on by default.
-fn transport() -> TransportConfig {
+pub(super) fn transport() -> TransportConfig {
     let mut transport = TransportConfig::default();
     let idle = VarInt::from_u32(IDLE_TIMEOUT.as_millis() as u32);
     transport

@@ -1,23 +1,23 @@
 //! One QUIC connection between a server and an agent: dials, words, and the watch over its health.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use culvert_stream::head::HeadError;
 use culvert_stream::{CloseReason, Dial};
 use http::{Response, StatusCode};
+use parking_lot::Mutex;
 use quinn::{Connection, ReadError, RecvStream, SendStream, VarInt};
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, sleep};
 
 use super::NO_REASON;
-use super::endpoint::{AGENT_STREAMS, MAX_STREAMS};
+use super::endpoint::{AGENT_STREAMS, IDLE_TIMEOUT, MAX_STREAMS};
 use super::halves::{QuicSink, QuicSource, halves};
-use super::health::{Counters, Health, LOOK, Look};
+use super::health::{Counters, DIAL_LOOK, Health, LOOK, Look};
 use super::streams::{Streams, WAITING_WORDS};
-use super::words::Word;
-use crate::control::Lines;
+use super::words::{Word, WordReader};
 use crate::dial;
 
 /// Priority of the control stream, above all other streams.
@@ -40,10 +40,18 @@ pub struct Link {
     connection: Connection,
     streams: Arc<Streams>,
     healthy: watch::Sender<bool>,
+    health: Mutex<Health>,
+    /// Number of answers to pings.
+    answers: AtomicU64,
+    /// Number of dials that wait for an answer.
+    dialing: AtomicUsize,
     /// Number of streams that the peer may open.
     limit: AtomicU32,
     lost: CloseReason,
 }
+
+/// Dial that waits for its answer; dropping the value ends the wait.
+struct Dialing<'a>(&'a Link);
 
 /// Words that wait for the control stream.
 pub struct Words(mpsc::Receiver<Word>);
@@ -57,6 +65,9 @@ impl Link {
             connection,
             streams,
             healthy: watch::Sender::new(true),
+            health: Mutex::default(),
+            answers: AtomicU64::new(0),
+            dialing: AtomicUsize::new(0),
             limit: AtomicU32::new(AGENT_STREAMS),
             lost,
         });
@@ -122,6 +133,16 @@ impl Link {
             biased;
             answered = answered => answered,
             () = self.unusable() => Err(LinkDialError::Unusable),
+            () = self.watch_dial() => Err(LinkDialError::Unusable),
+        }
+    }
+
+    /// Looks at the health of the link while a dial waits. Never ends.
+    async fn watch_dial(&self) {
+        let _dialing = Dialing::new(self);
+        loop {
+            sleep(DIAL_LOOK).await;
+            self.look();
         }
     }
 
@@ -182,13 +203,14 @@ impl Link {
     }
 
     async fn receive(&self, mut receive: RecvStream, mut on_word: impl FnMut(Word)) -> String {
-        let mut lines = Lines::default();
+        let mut words = WordReader::default();
         loop {
             match receive.read_chunk(usize::MAX, true).await {
-                Ok(Some(chunk)) => lines.push(&chunk.bytes, &mut |line| match Word::parse(line) {
-                    Some(Word::End(end)) => self.streams.announce(end),
-                    Some(Word::Ping) | None => {}
-                    Some(word) => on_word(word),
+                Ok(Some(chunk)) => words.push(&chunk.bytes, |word| match word {
+                    Word::End(end) => self.streams.announce(end),
+                    Word::Ping => self.send(Word::Pong),
+                    Word::Pong => drop(self.answers.fetch_add(1, Ordering::Relaxed)),
+                    word => on_word(word),
                 }),
                 Ok(None) => return "the peer ended the control stream".to_owned(),
                 Err(error) => return error.to_string(),
@@ -196,40 +218,75 @@ impl Link {
         }
     }
 
-    /// Watches the health of the link while it has streams or is unhealthy. Never ends.
+    /// Watches the health of the link while it has streams or is unhealthy. Ends with the cause once the peer has not
+    /// answered for [`IDLE_TIMEOUT`].
     async fn watch(&self, on_silence: impl Fn(Duration)) -> String {
-        let mut health = Health::default();
         loop {
-            while self.open() == 0 {
+            while self.open() == 0 && *self.healthy.borrow() {
                 self.streams.opened.notified().await;
             }
-            health.begin(self.counters());
             while self.open() > 0 || !*self.healthy.borrow() {
-                sleep(LOOK).await;
-                match health.look(Instant::now(), self.counters()) {
-                    Look::Heard => drop(
-                        self.healthy
-                            .send_if_modified(|was| !std::mem::replace(was, true)),
-                    ),
-                    Look::Quiet => {}
-                    Look::Unanswered => self.send(Word::Ping),
-                    Look::Silent(time) => {
-                        self.healthy
-                            .send_if_modified(|was| std::mem::replace(was, false));
-                        on_silence(time);
+                if let Look::Silent(time) | Look::Waking(time) = self.look() {
+                    // The other direction may work, and keep the connection alive.
+                    if time >= IDLE_TIMEOUT {
+                        return format!("the peer has not answered for {IDLE_TIMEOUT:?}");
                     }
+                    on_silence(time);
+                }
+                sleep(LOOK).await;
+            }
+        }
+    }
+
+    /// Looks for answers of the peer, and asks for an answer that is due.
+    fn look(&self) -> Look {
+        let is_dialing = self.dialing.load(Ordering::Relaxed) > 0;
+        // Locked until the end, so that the result of an older look does not replace that of a newer one.
+        let mut health = self.health.lock();
+        let look = health.look(Instant::now(), self.counters(), is_dialing);
+        let set = |healthy| {
+            let is_new = |was: &mut bool| std::mem::replace(was, healthy) != healthy;
+            self.healthy.send_if_modified(is_new)
+        };
+        match look {
+            Look::Answered => drop(set(true)),
+            Look::Quiet => {}
+            Look::Unanswered => self.send(Word::Ping),
+            Look::Silent(_) | Look::Waking(_) => {
+                if set(false) {
+                    self.streams.opened.notify_one();
+                }
+                if matches!(look, Look::Waking(_)) {
+                    self.send(Word::Ping);
                 }
             }
         }
+        look
     }
 
     fn counters(&self) -> Counters {
         let stats = self.connection.stats();
         Counters {
             received: stats.udp_rx.datagrams,
+            answers: self.answers.load(Ordering::Relaxed),
             sent: stats.udp_tx.datagrams,
             round_trip: stats.path.rtt,
         }
+    }
+}
+
+// === impl Dialing ===
+
+impl<'a> Dialing<'a> {
+    fn new(link: &'a Link) -> Self {
+        link.dialing.fetch_add(1, Ordering::Relaxed);
+        Self(link)
+    }
+}
+
+impl Drop for Dialing<'_> {
+    fn drop(&mut self) {
+        self.0.dialing.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

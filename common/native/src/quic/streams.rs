@@ -21,7 +21,8 @@ pub const AHEAD_BYTES: usize = 64 * 1024;
 /// Largest number of bytes of a stream whose receiver does not read.
 const STALLED_BYTES: usize = AHEAD_BYTES + STREAM_WINDOW_BYTES as usize;
 
-/// Largest number of words that wait for a peer. An open stream causes at most one word, so all streams may end at once.
+/// Largest number of words that wait for a peer. An open stream causes at most one word, so all streams may end at once;
+/// other words are few.
 pub(super) const WAITING_WORDS: usize = MAX_STREAMS as usize;
 
 /// Shared state of the streams of one link.

@@ -5,6 +5,8 @@ use std::fmt;
 use bytes::Bytes;
 use culvert_stream::CloseReason;
 
+use crate::control::Lines;
+
 /// Word on the control stream. Either end ignores words of newer versions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Word {
@@ -17,8 +19,10 @@ pub enum Word {
     /// Many packets of the server get lost on this link. The agent then prefers the TCP link for some time: the loss may
     /// come from UDP, and not from the path.
     Slow,
-    /// Asks for any packet of the peer.
+    /// Asks for an answer.
     Ping,
+    /// Answer to a ping.
+    Pong,
 }
 
 /// Link for new dials.
@@ -41,6 +45,23 @@ pub struct End {
     pub offset: u64,
 }
 
+/// Reads the words of a control stream.
+#[derive(Debug, Default)]
+pub struct WordReader(Lines);
+
+// === impl WordReader ===
+
+impl WordReader {
+    /// Calls `on_word` for each word that `bytes` complete. Skips words that this version does not know.
+    pub fn push(&mut self, bytes: &[u8], mut on_word: impl FnMut(Word)) {
+        self.0.push(bytes, &mut |line| {
+            if let Some(word) = Word::parse(line) {
+                on_word(word);
+            }
+        });
+    }
+}
+
 // === impl Word ===
 
 impl Word {
@@ -50,7 +71,7 @@ impl Word {
     }
 
     /// Parses a line; `None` for a word that this version does not know.
-    pub(crate) fn parse(line: &[u8]) -> Option<Self> {
+    fn parse(line: &[u8]) -> Option<Self> {
         let mut parts = std::str::from_utf8(line).ok()?.split(' ');
         let mut next = || parts.next();
         let word = match next()? {
@@ -66,6 +87,7 @@ impl Word {
             }),
             "slow" => Self::Slow,
             "ping" => Self::Ping,
+            "pong" => Self::Pong,
             _ => return None,
         };
         next().is_none().then_some(word)
@@ -83,6 +105,7 @@ impl fmt::Display for Word {
             }
             Self::Slow => f.write_str("slow"),
             Self::Ping => f.write_str("ping"),
+            Self::Pong => f.write_str("pong"),
         }
     }
 }
@@ -106,6 +129,7 @@ mod tests {
             Word::End(end),
             Word::Slow,
             Word::Ping,
+            Word::Pong,
         ];
         for word in words {
             let line = word.to_line();

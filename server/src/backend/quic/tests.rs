@@ -19,7 +19,7 @@ use self::socket::Losses;
 
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// Longest time of a dial whose first link is silent: 0.8 s until the QUIC link counts as silent, 1.5 s until the TCP
+/// Longest time of a dial whose first link is silent: 0.7 s until the QUIC link counts as silent, 1.5 s until the TCP
 /// connection does, and time for a busy machine. Without a look at the other link a dial needs at least 7 s.
 const MOVED: Duration = Duration::from_secs(5);
 

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
 mod sockets;
+mod wire;
 
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 
