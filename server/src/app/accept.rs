@@ -15,6 +15,7 @@ use tokio::sync::Semaphore;
 use tracing::error;
 
 use crate::backend::ClientSeat;
+use crate::backend::dial::next_serial;
 use crate::backend::service::Agents;
 use crate::config::Mode;
 use crate::frontend::{Frontend, grpc::Proxy, http_connect};
@@ -143,6 +144,8 @@ pub(super) async fn serve_agents(
                 let entered = Box::pin(async move {
                     let (stream, address) = (ReadAhead::new(stream), peer.ip());
                     let peer = peer.to_string();
+                    // The handshake needs the agent's process, so a later process has a larger number.
+                    let serial = next_serial();
                     let Some(stream) = context.handshake(stream, &peer, &candidate).await else {
                         return;
                     };
@@ -150,8 +153,8 @@ pub(super) async fn serve_agents(
                     let agents = agents.of_peer(address, tls.peer_certificates());
                     if tls.alpn_protocol() == Some(native::ALPN) {
                         let binding = tls::export(tls, EXPORTER_LABEL);
-                        let served =
-                            agents.serve_native(&context, stream, &peer, &candidate, binding);
+                        let served = agents
+                            .serve_native(&context, stream, &peer, &candidate, serial, binding);
                         served.await;
                     } else {
                         let served = context.serve_packets(stream, &peer, candidate, agents);

@@ -36,7 +36,7 @@ use super::resume::{AgentSession, AnyTransport};
 use super::second_link::{Offered, SecondLink};
 use super::service::Agents;
 use super::{Backend, Registration};
-use crate::backend::dial::{StreamDialError, next_serial};
+use crate::backend::dial::StreamDialError;
 use crate::listener::ListenerContext;
 use crate::metrics::{
     DialFailureReason, RejectReason, ResumeOutcome, ServerMetrics, ServiceMethod,
@@ -55,7 +55,7 @@ const AWAY_PATIENCE: Duration = Duration::from_secs(5);
 
 /// A native connection of an agent.
 pub struct NativeAgent {
-    /// Number of the connection, unique in this process.
+    /// Number of the connection, unique in this process. A later connection has a larger number.
     pub serial: u64,
     /// The agent's introduction.
     pub hello: Hello,
@@ -76,13 +76,15 @@ pub struct NativeAgent {
 // === impl Agents ===
 
 impl Agents {
-    /// Serves an agent with the native transport, until its connection ends.
+    /// Serves an agent with the native transport, until its connection ends. `serial` is the number of the connection
+    /// ([`next_serial`](super::dial::next_serial)).
     pub(crate) async fn serve_native<S>(
         &self,
         context: &ListenerContext,
         mut stream: S,
         peer: &str,
         candidate: &Candidate,
+        serial: u64,
         binding: Option<Binding>,
     ) where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
@@ -133,7 +135,8 @@ impl Agents {
         let (stream, _session) = match ticket {
             Some(ticket) => {
                 let owner = owner.clone();
-                let opened = self.sessions.open(stream, inbound.clone(), ticket, owner);
+                let sessions = &self.sessions;
+                let opened = sessions.open(stream, inbound.clone(), ticket, owner, serial);
                 let (stream, guard) = opened;
                 (MaybeResumable::Resumable(Box::new(stream)), Some(guard))
             }
@@ -155,7 +158,7 @@ impl Agents {
             }
         };
         let agent = Arc::new(NativeAgent {
-            serial: next_serial(),
+            serial,
             hello,
             requests,
             inbound,
@@ -177,7 +180,7 @@ impl Agents {
         let backend = Backend::Native(agent.clone());
         let registration = span.in_scope(|| self.registry.register(backend, place));
         // The dials of the earlier process find the new agent.
-        self.sessions.replace(&owner);
+        self.sessions.replace(&owner, serial);
         self.carry(context, agent, registration, link)
             .instrument(span)
             .await;

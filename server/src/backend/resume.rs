@@ -61,6 +61,8 @@ pub(crate) struct Owner {
 struct Entry {
     ticket: Ticket,
     owner: Owner,
+    /// Number of the connection that began the session.
+    serial: u64,
     session: Arc<AgentSession>,
 }
 
@@ -102,19 +104,21 @@ impl Sessions {
         Ticket::random()
     }
 
-    /// Makes the link of an accepted agent resumable.
+    /// Makes the link of an accepted agent resumable. `serial` is the number of its connection.
     pub(crate) fn open(
         self: &Arc<Self>,
         transport: AnyTransport,
         inbound: Arc<Inbound>,
         ticket: Ticket,
         owner: Owner,
+        serial: u64,
     ) -> (ResumableIo<AnyTransport>, SessionGuard) {
         let stream = ResumableIo::accepting(transport, inbound, self.grace);
         let id = ticket.id;
         let entry = Entry {
             ticket,
             owner,
+            serial,
             session: stream.session(),
         };
         self.table.lock().insert(Arc::new(entry));
@@ -122,15 +126,23 @@ impl Sessions {
         (stream, SessionGuard { sessions, id })
     }
 
-    /// Ends the sessions of an earlier process in the place of a new process. A session whose link works ends when the
-    /// link breaks.
-    pub(crate) fn replace(&self, owner: &Owner) {
+    /// Ends the sessions of earlier processes in the place of an agent's process, or the agent's own session if the place
+    /// has a later process already: a review of a token may outlast the process. Processes are ordered by the numbers of
+    /// their connections; `serial` is the agent's. A session whose link works ends when the link breaks.
+    pub(crate) fn replace(&self, owner: &Owner, serial: u64) {
         let Some(process) = owner.process else {
             return;
         };
         let in_place = self.table.lock().by_place.get(&process.place()).cloned();
-        let earlier = in_place.into_iter().flatten();
-        for entry in earlier.filter(|entry| owner.replaces(&entry.owner)) {
+        let in_place = in_place.unwrap_or_default();
+        let has_successor = in_place
+            .iter()
+            .any(|entry| entry.serial > serial && entry.owner.replaces(owner));
+        let is_over = |entry: &&Arc<Entry>| match has_successor {
+            true => entry.serial == serial,
+            false => entry.serial < serial && owner.replaces(&entry.owner),
+        };
+        for entry in in_place.iter().filter(is_over) {
             if entry.session.condemn("the agent has restarted") {
                 self.count(ResumeOutcome::Replaced);
                 info!(
@@ -341,7 +353,13 @@ mod tests {
         let ticket = sessions.ticket().unwrap();
         let own = owner("a", "pod", Some("name"));
         let (near, _far) = duplex(64);
-        let opened = sessions.open(Box::new(near), Arc::default(), ticket.clone(), own.clone());
+        let opened = sessions.open(
+            Box::new(near),
+            Arc::default(),
+            ticket.clone(),
+            own.clone(),
+            1,
+        );
         let request = request(&ticket);
         assert!(sessions.find(&request, &own, Some(&BINDING)).is_some());
         for foreign in [
@@ -383,7 +401,7 @@ mod tests {
             let ticket = sessions.ticket().unwrap();
             // The peer is gone, so the link breaks.
             let transport = Box::new(duplex(64).0);
-            let (link, guard) = sessions.open(transport, Arc::default(), ticket, owner);
+            let (link, guard) = sessions.open(transport, Arc::default(), ticket, owner, 1);
             guards.push(guard);
             let session = link.session();
             links.push(tokio::spawn(async move {
@@ -393,9 +411,9 @@ mod tests {
             session.broke().await;
         }
         // Another connection of the same process.
-        sessions.replace(&of(owner("random-1", "pod", None), first));
+        sessions.replace(&of(owner("random-1", "pod", None), first), 2);
         assert!(!counted(&sessions, "replaced"));
-        sessions.replace(&of(owner("random-2", "pod", None), new("here")));
+        sessions.replace(&of(owner("random-2", "pod", None), new("here")), 2);
         for link in links.drain(..2) {
             assert_eq!(link.await.unwrap(), "the agent has restarted");
         }
@@ -424,7 +442,13 @@ mod tests {
         let ticket = sessions.ticket().unwrap();
         let own = owner("a", "a", None);
         let (near, _far) = duplex(64);
-        let opened = sessions.open(Box::new(near), Arc::default(), ticket.clone(), own.clone());
+        let opened = sessions.open(
+            Box::new(near),
+            Arc::default(),
+            ticket.clone(),
+            own.clone(),
+            1,
+        );
         let found = sessions.find(&request(&ticket), &own, Some(&BINDING));
         drop(opened);
         let (near, mut far) = duplex(1024);

@@ -4,11 +4,14 @@
 use std::time::Duration;
 
 use culvert_native::quic::SESSION_HEADER;
+use culvert_native::resume::Process;
 use http::HeaderMap;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex};
 
+use super::super::dial::next_serial;
 use super::super::identity::AgentIdFrom;
-use super::super::registry::AgentLimits;
+use super::super::registry::{AgentLimits, Scope};
+use super::super::resume::Sessions;
 use super::super::second_link::SecondLinks;
 use super::*;
 use crate::listener::ADMISSION;
@@ -36,12 +39,16 @@ impl Server {
     }
 
     async fn serve(&self, stream: DuplexStream) {
+        self.serve_as(stream, next_serial(), None).await;
+    }
+
+    async fn serve_as(&self, stream: DuplexStream, serial: u64, binding: Option<Binding>) {
         let peer = "192.0.2.1".parse().unwrap();
         let admission = &self.context.admission;
         let candidate = admission.enter(peer, Instant::now()).await.unwrap();
         let stream = admission.gate(stream, &candidate);
         self.agents
-            .serve_native(&self.context, stream, "peer", &candidate, None)
+            .serve_native(&self.context, stream, "peer", &candidate, serial, binding)
             .await;
     }
 
@@ -175,5 +182,57 @@ async fn offer_of_quic_does_not_disturb_an_agent_that_does_not_know_quic() {
     tokio::select! {
         () = talk => {}
         () = server.serve(near) => panic!("the connection ended"),
+    }
+}
+
+/// Introduces an agent that may resume, and returns its end of the connection after the preface of HTTP/2.
+async fn introduce(mut far: DuplexStream, agent_id: &str, process: &Process) -> DuplexStream {
+    let mut headers = HeaderMap::new();
+    process.add_to(&mut headers);
+    let process = headers.get("culvert-process").unwrap().to_str().unwrap();
+    let hello = format!(
+        "GET /agent HTTP/1.1\r\nagentid: {agent_id}\r\nagentidentifiers: \r\n\
+        culvert-resume: 1\r\nculvert-process: {process}\r\n\r\n"
+    );
+    far.write_all(hello.as_bytes()).await.unwrap();
+    let head = culvert_stream::head::read_head(&mut far, 4096);
+    let head = String::from_utf8(head.await.unwrap().to_vec()).unwrap();
+    assert!(head.contains("\r\nculvert-resume: "), "{head}");
+    far.read_u8().await.unwrap();
+    far
+}
+
+/// The review of a token may last longer than a process.
+#[tokio::test]
+async fn late_introduction_of_an_earlier_process_does_not_end_the_link_of_its_successor() {
+    let mut server = Server::new();
+    let grace = Duration::from_secs(30);
+    server.agents.sessions = Sessions::new(grace, server.agents.metrics.clone());
+    let [earlier, later] = [(); 2].map(|()| Process::new(&["place"]).unwrap());
+    let ((near, far), (late_near, late_far)) = (duplex(1 << 16), duplex(1 << 16));
+    let (earlier_serial, later_serial) = (next_serial(), next_serial());
+    let binding = Some([3; 32]);
+    let condemned = |serial, other| {
+        let chosen = server
+            .agents
+            .registry
+            .choose(&Scope::All, &[other])
+            .unwrap();
+        let Backend::Native(agent) = chosen.stream else {
+            panic!("a packet stream");
+        };
+        assert_eq!(agent.serial, serial);
+        agent.session.as_ref().unwrap().condemned()
+    };
+    let talk = async {
+        let _far = introduce(far, "random-2", &later).await;
+        let _late = introduce(late_far, "random-1", &earlier).await;
+        assert_eq!(condemned(later_serial, earlier_serial), None);
+        assert!(condemned(earlier_serial, later_serial).is_some());
+    };
+    tokio::select! {
+        () = talk => {}
+        () = server.serve_as(near, later_serial, binding) => panic!("the connection ended"),
+        () = server.serve_as(late_near, earlier_serial, binding) => panic!("the connection ended"),
     }
 }

@@ -26,6 +26,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::LIMIT;
 use super::socket::LossySocket;
+use crate::backend::dial::next_serial;
 use crate::backend::konnectivity::Konnectivity;
 use crate::backend::native::NativeAgent;
 use crate::backend::registry::{AgentLimits, Scope};
@@ -144,7 +145,8 @@ impl Server {
             let admission = &context.admission;
             let candidate = admission.enter(PEER.into(), Instant::now()).await.unwrap();
             let stream = admission.gate(near, &candidate);
-            let served = agents.serve_native(&context, stream, "peer", &candidate, None);
+            let served =
+                agents.serve_native(&context, stream, "peer", &candidate, next_serial(), None);
             served.await;
         });
         let answer = hello::introduce(&mut far, &headers(agent_id))
