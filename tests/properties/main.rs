@@ -16,6 +16,8 @@ mod native;
 mod resume;
 #[path = "../fuzz/src/streams.rs"]
 mod streams;
+#[path = "../fuzz/src/words.rs"]
+mod words;
 
 use std::path::Path;
 
@@ -69,6 +71,15 @@ proptest! {
         let input = [vec![lengths.len() as u8], lengths, parts.concat(), tail].concat();
         heads::run_native(&input);
         heads::run_proxy(&input);
+    }
+
+    #[test]
+    fn words_do_not_depend_on_the_cut_into_pieces(
+        lengths in prop::collection::vec(any::<u8>(), 0..9),
+        parts in prop::collection::vec(prop::sample::select(WORD_PARTS), 0..40),
+    ) {
+        let input = [vec![lengths.len() as u8], lengths, parts.concat()].concat();
+        words::run(&input);
     }
 
     #[test]
@@ -130,12 +141,43 @@ const HEAD_PARTS: &[&[u8]] = &[
     b"HTTP/1.1 200 OK\r\n",
     b"HTTP/1.1 403 Forbidden\r\n",
     b"HTTP/1.0 407 ",
+    b"HTTP/1.1 409 Conflict\r\n",
     b"agentid: a\r\n",
+    b"culvert-server: s\r\n",
+    b"culvert-resume: over\r\n",
+    RESUME_LINE,
+    b"culvert-received: 17.18446744073709551615\r\n",
+    PROCESS_LINE,
     b"authorization: Bearer x\n",
     b"name :\t",
     b"\r\n",
     b"\n",
     b"\xff\0",
+];
+
+/// Request to resume a session.
+const RESUME_LINE: &[u8] = b"culvert-resume: 00112233445566778899aabbccddeeff.\
+    000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f.17\r\n";
+
+/// Identity of a process.
+const PROCESS_LINE: &[u8] =
+    b"culvert-process: 00112233445566778899AABBCCDDEEFF.ffeeddccbbaa99887766554433221100\r\n";
+
+/// Parts of words on the control stream of a QUIC link.
+const WORD_PARTS: &[&[u8]] = &[
+    b"prefer ",
+    b"quic",
+    b"tcp",
+    b"end ",
+    b"4 ",
+    b"18446744073709551615 ",
+    b"18446744073709551616",
+    b"slow",
+    b"ping",
+    b"pong",
+    b"\n",
+    b"\n",
+    b"\xff",
 ];
 
 /// Prefixes of messages, and packets: data in the usual and in an unusual form, and a dial.
@@ -171,6 +213,7 @@ fn simulations_pass_with_the_seeds_of_their_targets() {
     seeds("grpc_reader", messages::run);
     seeds("native_link", native::run);
     seeds("openvpn_streams", streams::run);
+    seeds("quic_words", words::run);
     seeds("resume", |input| match input.split_first() {
         Some((0..128, operations)) => resume::run(operations),
         Some((_, bytes)) => resume::run_hostile(bytes),

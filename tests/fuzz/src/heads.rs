@@ -11,7 +11,8 @@ use std::task::{Context, Poll, Waker};
 
 use culvert_host::net::proxy::read_answer;
 use culvert_native::hello::{introduce, read};
-use http::HeaderMap;
+use culvert_native::resume::{self, Offer, Process, ResumeAnswer};
+use http::{HeaderMap, HeaderName, HeaderValue};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use crate::cut::Cut;
@@ -109,15 +110,41 @@ pub fn run_native(input: &[u8]) {
     let (outcome, length) = parse_both(&cut, |bytes| {
         ready(read(bytes)).map_err(|error| error.to_string())
     });
-    if outcome.is_ok() {
+    if let Ok(headers) = outcome {
         assert_one_head(&cut.bytes[..length]);
+        check_resumption(&headers);
     }
     let headers = HeaderMap::new();
+    let (outcome, length) = parse_both(&cut, |bytes| {
+        ready(resume::resume(bytes, &headers)).map_err(|error| format!("refused: {error}"))
+    });
+    if outcome.is_ok_and(|answer| matches!(answer, ResumeAnswer::Resumed(_))) {
+        assert_one_head(&cut.bytes[..length]);
+    }
     let (outcome, length) = parse_both(&cut, |bytes| {
         ready(introduce(bytes, &headers)).map_err(|error| format!("refused: {error}"))
     });
     if outcome.is_ok() {
         assert_one_head(&cut.bytes[..length]);
+    }
+}
+
+/// Checks the headers about resumption: no request proves a ticket that its sender does not have, and an identity of a
+/// process travels unchanged.
+fn check_resumption(headers: &HeaderMap) {
+    if let Ok(Offer::Resume(request)) = resume::offer(headers) {
+        let id: String = request.id.map(|byte| format!("{byte:02x}")).concat();
+        let secret = "5a".repeat(32);
+        let line = HeaderValue::try_from(format!("{id}.{secret}")).expect("a valid value");
+        let headers = HeaderMap::from_iter([(HeaderName::from_static("culvert-resume"), line)]);
+        let ticket = resume::ticket(&headers).expect("a ticket");
+        assert!(!ticket.proves(&request, &[0; 32]));
+    }
+    let _ = resume::ticket(headers);
+    if let Some(process) = Process::of(headers) {
+        let mut again = HeaderMap::new();
+        process.add_to(&mut again);
+        assert_eq!(Process::of(&again), Some(process));
     }
 }
 

@@ -12,6 +12,7 @@ pub mod native;
 pub mod pki;
 pub mod resume;
 pub mod streams;
+pub mod words;
 
 pub use cut::Cut;
 
