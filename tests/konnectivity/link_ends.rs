@@ -242,6 +242,92 @@ async fn newcomer_gets_the_place_of_an_agent_that_is_away() {
     newcomer.shows("open_server_connections", 1.0).await;
 }
 
+/// Waits until the agent has counted `count` links that did not resume in time.
+async fn expired_at_agent(topology: &Topology, count: f64) {
+    eventually(&format!("{count} expired links"), LIMIT, async || {
+        let metrics = topology.agent_metrics(0).await;
+        let seen = of_agent(&metrics, "expired");
+        (seen == count).then_some(()).ok_or(seen)
+    })
+    .await;
+}
+
+/// Returns the number of the agent's links with the outcome.
+fn of_agent(metrics: &Metrics, outcome: &str) -> f64 {
+    let labels = [("outcome", outcome)];
+    value(metrics, "culvert_server_resumes_total", &labels)
+}
+
+#[tokio::test]
+async fn link_that_expires_at_the_agent_ends_its_connections_once() {
+    const STREAMS: usize = 3;
+    let services = Services::start().await.unwrap();
+    let (server_grace, agent_grace) = ("--resume-grace=8s", "--resume-grace=2s");
+    let (topology, balancer) = start(1, &[server_grace], &[agent_grace]).await;
+    let mut streams = Vec::new();
+    for _ in 0..STREAMS {
+        streams.push(open(&topology, &services.raw.to_string()).await);
+    }
+    agent_shows(&topology, "open_endpoint_connections", &[], STREAMS as f64).await;
+    balancer.set(Vec::new());
+    let started = Instant::now();
+    balancer.reset();
+    expired_at_agent(&topology, 1.0).await;
+    assert!(started.elapsed() >= Duration::from_secs(2));
+    agent_shows(&topology, "open_endpoint_connections", &[], 0.0).await;
+    agent_shows(&topology, "open_server_connections", &[], 0.0).await;
+    // The server waits for its own grace time, and refuses no new link meanwhile.
+    assert_eq!(closed(&topology.server_metrics(0).await), 0.0);
+    balancer.set(vec![topology.agent_address(0)]);
+    agent_shows(&topology, "open_server_connections", &[], 1.0).await;
+    let mut innocent = Innocent::open(&topology, services.raw).await;
+    for stream in &mut streams {
+        read_rest(stream).await;
+    }
+    resumed(&topology, "expired", 1.0).await;
+    away(&topology, 0.0).await;
+    innocent.still_echoes("the end of the earlier link").await;
+    let agent = topology.agent_metrics(0).await;
+    assert_eq!(value(&agent, "culvert_servers_away", &[]), 0.0);
+    assert_eq!(of_agent(&agent, "expired"), 1.0);
+    for outcome in ["resumed", "over"] {
+        assert_eq!(of_agent(&agent, outcome), 0.0, "{outcome}");
+    }
+    for metrics in [agent, topology.server_metrics(0).await] {
+        assert_eq!(closed(&metrics), STREAMS as f64, "{}", metrics.text());
+        let of_all = metrics.samples("culvert_connections_closed_total");
+        let of_all: f64 = of_all.map(|sample| sample.value).sum();
+        assert_eq!(of_all, STREAMS as f64, "{}", metrics.text());
+    }
+}
+
+/// The agent learns that its server has forgotten the session, which counts as one end and no expiry.
+#[tokio::test]
+async fn link_that_expires_at_the_server_ends_the_agents_connections_once() {
+    let services = Services::start().await.unwrap();
+    let (server_grace, agent_grace) = ("--resume-grace=2s", "--resume-grace=30s");
+    let (topology, balancer) = start(1, &[server_grace], &[agent_grace]).await;
+    let mut stream = open(&topology, &services.raw.to_string()).await;
+    balancer.set(Vec::new());
+    balancer.reset();
+    read_rest(&mut stream).await;
+    resumed(&topology, "expired", 1.0).await;
+    let agent = topology.agent_metrics(0).await;
+    assert_eq!(value(&agent, "culvert_servers_away", &[]), 1.0);
+    assert_eq!(closed(&agent), 0.0);
+    balancer.set(vec![topology.agent_address(0)]);
+    agent_shows(&topology, "open_endpoint_connections", &[], 0.0).await;
+    server_shows(&topology, "ready_backends", &[], 1.0).await;
+    Innocent::open(&topology, services.raw).await;
+    let agent = topology.agent_metrics(0).await;
+    assert_eq!(
+        (of_agent(&agent, "over"), of_agent(&agent, "expired")),
+        (1.0, 0.0)
+    );
+    assert_eq!(value(&agent, "culvert_servers_away", &[]), 0.0);
+    assert_eq!(closed(&agent), 1.0, "{}", agent.text());
+}
+
 #[tokio::test]
 async fn frozen_agent_is_given_up_after_twenty_seconds() {
     let services = Services::start().await.unwrap();
@@ -288,17 +374,20 @@ fn attempts_on_a_long_path_do_not_disturb_each_other() {
         topology.add_agent(Executable::Ours, &flags).await;
         topology.wait_for_agents().await;
         let load = Load::start(&topology, &services).await;
+        let mut innocent = Innocent::open(&topology, services.raw).await;
         for cut in 1..=CUTS {
             let started = Instant::now();
             balancer.reset();
             resumed(&topology, "resumed", f64::from(cut)).await;
             away(&topology, 0.0).await;
+            let after = started.elapsed();
+            // The bytes that the bulk has lost are sent again before the echo.
+            innocent.still_echoes("a cut").await;
             println!(
-                "resumed with a round trip of 250ms after {:?}",
+                "resumed with a round trip of 250ms after {after:?}, and an echo after {:?}",
                 started.elapsed()
             );
         }
-        // The bytes that the bulk has lost are sent again before the echoes.
         let gap = load.finish().await;
         println!("longest gap with a round trip of 250ms: {gap:?}");
         assert!(gap < PROMPT, "{gap:?}");
