@@ -37,7 +37,7 @@ use culvert_tests::openvpn::OpenVpn;
 
 use self::networks::Networks;
 use self::party::Party;
-use self::rows::{ATTACK, CLIENT_P99, GROWTH, Kind, Listener};
+use self::rows::{ATTACK, CLIENT_P99, GROWTH, Kind, Listener, Setting};
 use self::stage::{Make, Stage};
 use crate::figures::Figures;
 use crate::memory;
@@ -182,8 +182,10 @@ impl Scenario for Lab {
         is_missing.then_some("no stock program is available")
     }
 
-    fn has(&self, front: Listener, _kind: Kind, make: Make) -> bool {
-        make == Make::Ours || self.stock.contains(&front)
+    fn has(&self, front: Listener, kind: Kind, make: Make) -> bool {
+        // The stock programs have no QUIC.
+        let has_stock = kind.setting != Setting::Quic && self.stock.contains(&front);
+        make == Make::Ours || has_stock
     }
 
     fn limit(&self) -> Duration {
@@ -225,11 +227,16 @@ mod tests {
     #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
     use super::*;
     use crate::attack::attackers::Crowd;
-    use crate::attack::rows::{CONNECTIONS, RECOVERY, Setting};
+    use crate::attack::rows::{CONNECTIONS, RECOVERY};
     use crate::rows::Kind as _;
 
     /// Attacks debug builds of our programs for a second, and returns the figures.
-    async fn attacked(front: Listener, attack: rows::Attack, crowd: Crowd) -> Figures {
+    async fn attacked(
+        front: Listener,
+        attack: rows::Attack,
+        crowd: Crowd,
+        setting: Setting,
+    ) -> Figures {
         let server = culvert_tests::process::ours(crate::names::SERVER);
         let programs = Programs::at(server.parent().unwrap().to_owned()).unwrap();
         let lab = Lab {
@@ -241,7 +248,7 @@ mod tests {
             attack,
             crowd,
             addresses: 3,
-            setting: Setting::Usual,
+            setting,
         };
         assert!(kind.is_fresh());
         lab.measure(front, kind, Make::Ours, &mut ()).await.unwrap()
@@ -261,11 +268,20 @@ mod tests {
             held: 100,
             rate: 50.0,
         };
-        for (front, attack) in [
-            (Listener::Agents, rows::Attack::Slow),
-            (Listener::Connect, rows::Attack::Noise),
+        for (front, attack, setting) in [
+            (Listener::Agents, rows::Attack::Slow, Setting::Usual),
+            (Listener::Connect, rows::Attack::Noise, Setting::Usual),
+            (Listener::Agents, rows::Attack::Initials, Setting::Quic),
+            (Listener::Sni, rows::Attack::Initials, Setting::Quic),
         ] {
-            let figures = attacked(front, attack, crowd).await;
+            let crowd = match attack {
+                rows::Attack::Initials => Crowd {
+                    rate: 500.0,
+                    ..crowd
+                },
+                _ => crowd,
+            };
+            let figures = attacked(front, attack, crowd, setting).await;
             assert!(figure(&figures, CONNECTIONS) >= 100.0, "{figures:?}");
             assert!(figure(&figures, CLIENT_P99) > 0.0, "{figures:?}");
             assert!(figure(&figures, RECOVERY).is_finite(), "{figures:?}");

@@ -5,9 +5,11 @@
 //! | this file | connections that stay silent, send slowly, send noise, or stay open after a first message |
 //! | [`http2`] | calls of the packet protocol, and tunnels of the CONNECT port |
 //! | [`openvpn`] | OpenVPN sessions that never finish their handshake |
+//! | [`quic`] | first packets of QUIC clients with forged addresses |
 
 mod http2;
 mod openvpn;
+mod quic;
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -80,7 +82,7 @@ impl Attacker {
         }
     }
 
-    /// Returns the number of opened connections. Over UDP, each source port counts as a connection.
+    /// Returns the number of opened connections. Over UDP, each source counts as a connection.
     pub(crate) fn connections(&self) -> u64 {
         self.tally.connections.load(Ordering::Relaxed)
     }

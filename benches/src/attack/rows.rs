@@ -35,6 +35,7 @@ pub(super) const RESETS: &str = "streams reset at once";
 pub(super) const HALF_OPEN: &str = "half-open sessions";
 pub(super) const UNREAD: &str = "unread control output";
 pub(super) const LARGE: &str = "large early control packets";
+pub(super) const INITIALS: &str = "forged QUIC Initials";
 
 /// Names of all rows.
 pub(super) const ALL: &[&str] = &[
@@ -53,6 +54,7 @@ pub(super) const ALL: &[&str] = &[
     HALF_OPEN,
     UNREAD,
     LARGE,
+    INITIALS,
 ];
 
 /// The attacked listener.
@@ -105,6 +107,8 @@ pub(super) enum Attack {
     Unread,
     /// Control packets of 60 KB that arrive too early.
     Large,
+    /// First packets of QUIC clients with forged addresses.
+    Initials,
 }
 
 /// State of the programs during an attack.
@@ -118,6 +122,8 @@ pub(super) enum Setting {
     Tokens,
     /// Agents authenticate by token. During the attack, the Kubernetes API does not answer.
     SilentApi,
+    /// Agents authenticate by certificate, and the listener has a UDP port for QUIC, which is attacked.
+    Quic,
 }
 
 /// Measurement of a row.
@@ -174,7 +180,14 @@ const TOKENS_ATTACK: Attack = Attack::Calls {
     token: 64,
 };
 
-const AGENTS: [Row<Kind>; 9] = [
+/// Packets of 65,535 addresses.
+const INITIALS_ROW: Row<Kind> = with(
+    row(INITIALS, Attack::Initials, 0, 20_000.0),
+    u16::MAX,
+    Setting::Quic,
+);
+
+const AGENTS: [Row<Kind>; 10] = [
     SILENT_ROW,
     SILENT_MANY_ROW,
     SLOW_ROW,
@@ -188,14 +201,16 @@ const AGENTS: [Row<Kind>; 9] = [
     with(row(BODIES, Attack::Bodies, 8, 10.0), 1, Setting::SilentApi),
     with(row(CALLS, CALLS_ATTACK, 1, 1.0), 1, Setting::SilentApi),
     with(row(TOKENS, TOKENS_ATTACK, 50, 20.0), 1, Setting::Tokens),
+    INITIALS_ROW,
 ];
 const FRONT_END: [Row<Kind>; 4] = [SILENT_ROW, SILENT_MANY_ROW, SLOW_ROW, NOISE_ROW];
 const HEALTH: [Row<Kind>; 3] = [SILENT_ROW, SILENT_MANY_ROW, SLOW_ROW];
-const SNI: [Row<Kind>; 4] = [
+const SNI: [Row<Kind>; 5] = [
     SILENT_ROW,
     SLOW_ROW,
     NOISE_ROW,
     row(ONE_SERVICE, Attack::Greet, 2000, 100.0),
+    INITIALS_ROW,
 ];
 const CONNECT: [Row<Kind>; 5] = [
     SILENT_ROW,

@@ -42,6 +42,8 @@ pub(super) struct Stage {
     pub at: SocketAddr,
     /// First message of a client.
     pub greeting: Bytes,
+    /// Server name in the first packets of QUIC clients.
+    pub name: &'static str,
     /// TLS configuration of a client of the listener, if the listener uses TLS.
     pub tls: Option<Arc<ClientConfig>>,
     /// Requests of honest clients.
@@ -73,7 +75,7 @@ impl Stage {
                 konnectivity::start(make, front, setting, programs, networks).await
             }
             Listener::Sni | Listener::Connect | Listener::NodePort | Listener::Stats => {
-                door::start(make, front, programs, networks).await
+                door::start(make, front, setting, programs, networks).await
             }
             Listener::OpenvpnTcp => openvpn::start(make, Proto::Tcp, programs, networks).await,
             Listener::OpenvpnUdp => openvpn::start(make, Proto::Udp, programs, networks).await,

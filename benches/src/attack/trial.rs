@@ -171,7 +171,7 @@ fn start(
     networks: &Networks,
 ) -> Party<()> {
     let (attacker, to, crowd) = (attacker.clone(), stage.at, kind.crowd);
-    let (greeting, tls) = (stage.greeting.clone(), stage.tls.clone());
+    let (greeting, tls, name) = (stage.greeting.clone(), stage.tls.clone(), stage.name);
     let is_udp = front == Listener::OpenvpnUdp;
     Party::start(networks.attacker(), move || async move {
         let never: Infallible = match (kind.attack, tls) {
@@ -195,6 +195,7 @@ fn start(
             (Attack::HalfOpen, _) => attacker.half_open(to, crowd).await,
             (Attack::Unread, _) => attacker.unread_control(to, crowd).await,
             (Attack::Large, _) => attacker.large_control(to, crowd).await,
+            (Attack::Initials, _) => attacker.initials(to, name, crowd).await,
         };
         match never {}
     })

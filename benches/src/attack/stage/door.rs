@@ -1,6 +1,6 @@
 //! The front door with one Service, or Envoy with the same routes.
 
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
@@ -16,7 +16,7 @@ use tempfile::TempDir;
 use super::{Attacked, Make, Stage};
 use crate::attack::honest::{Probe, Purpose};
 use crate::attack::networks::Networks;
-use crate::attack::rows::Listener;
+use crate::attack::rows::{Listener, Setting};
 use crate::endpoint::Endpoints;
 use crate::harness::harness;
 use crate::names::PROXY;
@@ -32,6 +32,8 @@ const START_LIMIT: Duration = Duration::from_secs(20);
 /// Our running front door.
 pub(super) struct Door {
     pub(super) program: Program,
+    /// UDP port of the endpoint, which reads nothing.
+    _udp: UdpSocket,
     _dir: TempDir,
 }
 
@@ -47,6 +49,7 @@ struct Listeners {
 pub(super) async fn start(
     make: Make,
     front: Listener,
+    setting: Setting,
     programs: &Programs,
     networks: &Networks,
 ) -> anyhow::Result<Stage> {
@@ -62,7 +65,7 @@ pub(super) async fn start(
                 node_port,
                 stats,
             };
-            let door = harness(ours(programs, networks, &listeners, target)).await??;
+            let door = harness(ours(programs, networks, setting, &listeners, target)).await??;
             (Attacked::Door(Box::new(door)), listeners)
         }
         Make::Stock => harness(envoy(networks, &mut ports, target)).await??,
@@ -98,6 +101,7 @@ pub(super) async fn start(
         attacked,
         at,
         greeting,
+        name: NAME,
         tls: None,
         probes: vec![(Purpose::Client, client), (Purpose::Health, health)],
         api: None,
@@ -108,17 +112,27 @@ pub(super) async fn start(
 async fn ours(
     programs: &Programs,
     networks: &Networks,
+    setting: Setting,
     listeners: &Listeners,
     target: SocketAddr,
 ) -> anyhow::Result<Door> {
     let dir = tempfile::Builder::new().prefix("culvert-").tempdir()?;
-    let upstream = json!({
+    let mut upstream = json!({
         "name": "bench/service",
         "endpoints": [target.to_string()],
         "serverNames": [NAME],
         "authorities": [AUTHORITY],
         "nodePorts": [listeners.node_port],
     });
+    let quic = match setting {
+        Setting::Quic => {
+            if let Some(upstream) = upstream.as_object_mut() {
+                upstream.insert("quicPort".to_owned(), json!("same"));
+            }
+            listeners.sni
+        }
+        _ => 0,
+    };
     // JSON is also YAML.
     let file = dir.path().join("door.yaml");
     std::fs::write(&file, json!({ "upstreams": [upstream] }).to_string())?;
@@ -126,6 +140,7 @@ async fn ours(
         format!("--config={}", file.display()),
         format!("--bind-address={}", networks.bind()),
         format!("--envoy-sni-port={}", listeners.sni),
+        format!("--sni-quic-port={quic}"),
         format!("--envoy-tunneling-port={}", listeners.connect),
         format!("--envoy-stats-port={}", listeners.stats),
     ];
@@ -137,7 +152,11 @@ async fn ours(
         anyhow::Ok(())
     })
     .await;
-    Ok(Door { program, _dir: dir })
+    Ok(Door {
+        program,
+        _udp: UdpSocket::bind(target)?,
+        _dir: dir,
+    })
 }
 
 async fn envoy(

@@ -12,6 +12,7 @@ use bytes::Bytes;
 use culvert_kit::client::FrontEnd;
 use culvert_tests::hello::client_hello;
 use culvert_tests::kube_api::{Fault, KubeApi, TokenStatus};
+use culvert_tests::ports::Ports;
 use culvert_tests::{Executable, Mode, Topology, Transport};
 use tempfile::TempDir;
 
@@ -52,6 +53,8 @@ const SILENCE: Duration = Duration::from_secs(300);
 /// The running programs, and their files.
 pub(super) struct Pair {
     pub(super) topology: Topology,
+    /// Owner of the port for QUIC.
+    _ports: Ports,
     /// The pipe of a log that nobody reads.
     _log: Option<File>,
     _dir: TempDir,
@@ -112,7 +115,7 @@ pub(super) async fn start(
     }
     let mut agent_flags: Vec<String> = AGENT_FLAGS.map(str::to_owned).to_vec();
     let api = match setting {
-        Setting::Usual | Setting::StalledLog => None,
+        Setting::Usual | Setting::StalledLog | Setting::Quic => None,
         Setting::Tokens | Setting::SilentApi => {
             let api = Api::start(setting == Setting::SilentApi).await;
             server_flags.extend(TOKEN_FLAGS.map(str::to_owned));
@@ -124,6 +127,11 @@ pub(super) async fn start(
             Some(api)
         }
     };
+    let mut ports = Ports::default();
+    let quic = (setting == Setting::Quic).then(|| ports.next_port());
+    if let Some(port) = quic {
+        server_flags.push(format!("--agent-quic-port={port}"));
+    }
     let transport = match front {
         Listener::FrontEnd => Transport::Tcp,
         _ => Transport::Uds,
@@ -135,10 +143,15 @@ pub(super) async fn start(
     let topology = harness(starting).await?;
     let pair = Box::new(Pair {
         topology,
+        _ports: ports,
         _log: log,
         _dir: dir,
     });
-    stage(pair, front, api, endpoints, networks)
+    let mut stage = stage(pair, front, api, endpoints, networks)?;
+    if let Some(port) = quic {
+        stage.at.set_port(port);
+    }
+    Ok(stage)
 }
 
 fn words(flags: &[String]) -> Vec<&str> {
@@ -199,6 +212,7 @@ fn stage(
         attacked: Attacked::Konnectivity(pair),
         at,
         greeting,
+        name: "localhost",
         tls: Some(agent_tls),
         probes,
         api,

@@ -125,6 +125,7 @@ async fn begin(
             Proto::Tcp => first_message(),
             Proto::Udp => Bytes::new(),
         },
+        name: "",
         tls: None,
         probes,
         api: None,
