@@ -1,8 +1,9 @@
-//! The health of a QUIC link: a link is unhealthy while its peer answers no ping.
+//! The health of a QUIC link: a link is unhealthy while its peer answers nothing.
 //!
 //! TCP retransmits and QUIC probes for a long time before either gives up, but dials have another link. So a link
-//! counts as unhealthy soon after the first unanswered ping, and as healthy again with the next answer. Other packets of
-//! the peer prove nothing: a path may carry packets in one direction only, and quinn repeats old acknowledgements.
+//! counts as unhealthy soon after the first unanswered ping, and as healthy again with the next answer: the answer to a
+//! ping, or a change of the round trip, which quinn measures by new acknowledgements. Other packets of the peer prove
+//! nothing: a path may carry packets in one direction only, and quinn repeats old acknowledgements.
 
 use std::time::Duration;
 
@@ -33,7 +34,7 @@ pub(crate) struct Counters {
     pub answers: u64,
     /// Datagrams sent.
     pub sent: u64,
-    /// Smoothed round trip.
+    /// Smoothed round trip. Each measurement changes some of its nanoseconds.
     pub round_trip: Duration,
 }
 
@@ -58,6 +59,7 @@ pub(crate) enum Look {
 pub(crate) struct Health {
     received: u64,
     answers: u64,
+    round_trip: Duration,
     /// Datagrams sent when the peer's last answer was noticed.
     sent: u64,
     /// Time since which a packet is unanswered.
@@ -69,8 +71,9 @@ impl Health {
     pub(crate) fn look(&mut self, now: Instant, counters: Counters, is_dialing: bool) -> Look {
         let is_heard = counters.received != self.received;
         self.received = counters.received;
-        if counters.answers != self.answers {
-            (self.answers, self.sent) = (counters.answers, counters.sent);
+        let (answers, round_trip) = (counters.answers, counters.round_trip);
+        if (answers, round_trip) != (self.answers, self.round_trip) {
+            (self.answers, self.round_trip, self.sent) = (answers, round_trip, counters.sent);
             self.unanswered = None;
             return Look::Answered;
         }
@@ -105,11 +108,15 @@ mod tests {
 
     impl Test {
         fn new(round_trip: u64) -> Self {
+            let round_trip = Duration::from_millis(round_trip);
             Self {
-                health: Health::default(),
+                health: Health {
+                    round_trip,
+                    ..Health::default()
+                },
                 start: Instant::now(),
                 counters: Counters {
-                    round_trip: Duration::from_millis(round_trip),
+                    round_trip,
                     ..Counters::default()
                 },
             }
@@ -177,6 +184,17 @@ mod tests {
         let waking = Look::Waking(Duration::from_millis(800));
         assert_eq!(link.look(800, false), waking);
         assert_eq!(link.look(1000, false), silent(1000));
+    }
+
+    #[test]
+    fn measured_round_trip_is_an_answer() {
+        let mut link = Test::new(1);
+        link.send();
+        assert_eq!(link.look(0, false), Look::Unanswered);
+        link.receive(0);
+        link.counters.round_trip += Duration::from_nanos(1);
+        assert_eq!(link.look(600, false), Look::Answered);
+        assert_eq!(link.look(800, false), Look::Quiet);
     }
 
     #[test]
