@@ -64,6 +64,15 @@ const BATCH: usize = 64;
 const SOURCE: usize = 14;
 const DESTINATION: usize = 18;
 
+/// Direction of a packet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// From the dialer to the listener.
+    FromDialer,
+    /// From the listener to the dialer.
+    FromListener,
+}
+
 /// A running link. Dropping the value removes the device.
 #[derive(Debug)]
 pub struct Link {
@@ -75,8 +84,8 @@ pub struct Link {
 struct Shared {
     stop: AtomicBool,
     dark: AtomicBool,
-    /// Sizes of the largest packets that are not dropped, in bytes.
-    largest_udp: AtomicUsize,
+    /// Sizes of the largest packets that are not dropped, in bytes; for UDP by the direction.
+    largest_udp: [AtomicUsize; 2],
     largest_tcp: AtomicUsize,
     nat: Mutex<Nat>,
     forwarded: AtomicU64,
@@ -120,7 +129,7 @@ impl Link {
         let shared = Arc::new(Shared {
             stop: AtomicBool::new(false),
             dark: AtomicBool::new(false),
-            largest_udp: AtomicUsize::new(usize::MAX),
+            largest_udp: [usize::MAX; 2].map(AtomicUsize::new),
             largest_tcp: AtomicUsize::new(usize::MAX),
             nat: Mutex::default(),
             forwarded: AtomicU64::new(0),
@@ -152,6 +161,11 @@ impl Link {
         self.set_largest_udp(if dark { 0 } else { usize::MAX });
     }
 
+    /// Drops every UDP packet of one direction.
+    pub fn darken_udp(&self, way: Way) {
+        self.shared.largest_udp[way as usize].store(0, Ordering::Relaxed);
+    }
+
     /// Drops every packet that is not UDP while `dark` is true.
     pub fn set_tcp_dark(&self, dark: bool) {
         let largest = if dark { 0 } else { usize::MAX };
@@ -160,7 +174,9 @@ impl Link {
 
     /// Drops every UDP packet of more than `bytes` bytes, with its IP header. No router reports the loss.
     pub fn set_largest_udp(&self, bytes: usize) {
-        self.shared.largest_udp.store(bytes, Ordering::Relaxed);
+        for largest in &self.shared.largest_udp {
+            largest.store(bytes, Ordering::Relaxed);
+        }
     }
 
     /// Lets the NAT device at the dialer's end forget its UDP flows: the listener sees the dialer's next packets from
@@ -220,12 +236,12 @@ impl Shared {
         };
         let conditions = *self.conditions.lock();
         let largest = match is_udp(packet) {
-            true => &self.largest_udp,
+            true => &self.largest_udp[way as usize],
             false => &self.largest_tcp,
         };
         let is_dark =
             self.dark.load(Ordering::Relaxed) || packet.len() > largest.load(Ordering::Relaxed);
-        let is_taken = !is_dark && ways[way].push(Instant::now(), packet, &conditions);
+        let is_taken = !is_dark && ways[way as usize].push(Instant::now(), packet, &conditions);
         let counter = if is_taken {
             &self.forwarded
         } else {
@@ -235,23 +251,23 @@ impl Shared {
     }
 }
 
-/// Changes the addresses of a packet to those at the other end. Returns the direction: 0 for a packet of the dialer, 1
-/// for a packet of the listener. Returns `None` for a packet that is not for the other end, or that the NAT device drops.
-fn cross(packet: &mut [u8], nat: &mut Nat) -> Option<usize> {
+/// Changes the addresses of a packet to those at the other end, and returns the direction. Returns `None` for a packet
+/// that is not for the other end, or that the NAT device drops.
+fn cross(packet: &mut [u8], nat: &mut Nat) -> Option<Way> {
     let is_version_4 = packet.first().is_some_and(|byte| byte >> 4 == 4);
     if !is_version_4 || packet.len() < 20 || (packet[SOURCE], packet[DESTINATION]) != (0, 1) {
         return None;
     }
     let way = match packet[SOURCE + 1] {
-        1 => 0,
-        2 => 1,
+        1 => Way::FromDialer,
+        2 => Way::FromListener,
         _ => return None,
     };
-    if way == 1 && !nat.inward(packet) {
+    if way == Way::FromListener && !nat.inward(packet) {
         return None;
     }
     (packet[SOURCE], packet[DESTINATION]) = (1, 0);
-    if way == 0 {
+    if way == Way::FromDialer {
         nat.outward(packet);
     }
     Some(way)
@@ -345,7 +361,7 @@ mod tests {
         packet[0] = 0x45;
         packet[12..20].copy_from_slice(&[10, 9, 0, 1, 10, 9, 1, 2]);
         let mut nat = Nat::default();
-        assert_eq!(cross(&mut packet, &mut nat), Some(0));
+        assert_eq!(cross(&mut packet, &mut nat), Some(Way::FromDialer));
         assert_eq!(packet[12..20], [10, 9, 1, 1, 10, 9, 0, 2]);
         assert_eq!(cross(&mut packet, &mut nat), None);
         assert_eq!(cross(&mut packet[..10], &mut nat), None);

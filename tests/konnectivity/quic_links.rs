@@ -7,7 +7,7 @@ use culvert_kit::client::BoxedStream;
 use culvert_kit::pki::CLUSTER_NAME;
 use culvert_kit::services::Services;
 use culvert_tests::balancer::Balancer;
-use culvert_tests::link::{self, Conditions, FAR, Link};
+use culvert_tests::link::{self, Conditions, FAR, Link, Way};
 use culvert_tests::namespace::{alone, hosts};
 use culvert_tests::{Executable, Mode, Topology, Transport, eventually};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -146,8 +146,9 @@ fn udp_that_never_arrives_delays_no_dial() {
     });
 }
 
-/// Longest time of a dial whose link has died: 0.7 s until the link counts as silent, and the dial over TCP.
-const MOVED: Duration = Duration::from_secs(1);
+/// Longest time of a dial whose link has died: 0.9 s with a round trip of 100 ms, and time for a busy machine. The tests of
+/// the link measure the first 0.8 s in virtual time.
+const MOVED: Duration = Duration::from_millis(1500);
 
 /// Dials one after another, and returns the longest time of a dial.
 async fn slowest_dial(topology: &Topology, services: &Services, count: usize) -> Duration {
@@ -162,7 +163,7 @@ async fn slowest_dial(topology: &Topology, services: &Services, count: usize) ->
 }
 
 #[test]
-fn dials_move_to_tcp_within_a_second_when_udp_stops_and_return_afterwards() {
+fn dials_move_to_tcp_when_udp_stops_and_return_afterwards() {
     if !link::is_possible() {
         return;
     }
@@ -195,6 +196,56 @@ fn dials_move_to_tcp_within_a_second_when_udp_stops_and_return_afterwards() {
         assert_eq!(echo, b"still here");
         wait_for_quic(&topology, &services).await;
     });
+}
+
+/// Packets of the working direction arrive during the outage: retransmissions, and the agent's packets from new ports.
+async fn udp_of_one_direction_stops(way: Way) {
+    let conditions = Conditions {
+        delay: Duration::from_millis(5),
+        ..Conditions::default()
+    };
+    let link = Link::start(conditions, 1).unwrap();
+    let services = Services::start().await.unwrap();
+    let topology = start("--transport=quic").await;
+    wait_for_quic(&topology, &services).await;
+    let before = dials(&topology, "opened").await;
+    let load = Load::start(&topology, &services).await;
+    assert_eq!(dials(&topology, "opened").await - before, 100.0);
+    link.darken_udp(way);
+    let dark = Instant::now();
+    let first = slowest_dial(&topology, &services, 1).await;
+    let mut later = Duration::ZERO;
+    while dark.elapsed() < Duration::from_secs(5) {
+        later = later.max(slowest_dial(&topology, &services, 1).await);
+    }
+    println!("slowest dials: {first:?}, {later:?} later");
+    assert!(first < LOADED, "{first:?}");
+    // No later dial waits for the link again.
+    assert_eq!(dials(&topology, "moved").await, 1.0);
+    link.set_udp_dark(false);
+    wait_for_quic(&topology, &services).await;
+    load.finish().await;
+    let metrics = topology.server_metrics(0).await;
+    assert_eq!(closed(&metrics), 0.0, "{}", metrics.text());
+    // The dial that moved has reached an agent whose own packets were dropped: the endpoint saw the dial twice.
+    let moved = f64::from(way == Way::FromDialer);
+    let metrics = topology.agent_metrics(0).await;
+    assert_eq!(closed(&metrics), moved, "{}", metrics.text());
+    assert_eq!(dials(&topology, "failed").await, 0.0);
+}
+
+#[test]
+fn dials_move_once_and_no_stream_is_cut_while_udp_of_the_agent_is_dropped() {
+    if link::is_possible() {
+        alone(async || udp_of_one_direction_stops(Way::FromDialer).await);
+    }
+}
+
+#[test]
+fn dials_move_once_and_no_stream_is_cut_while_udp_of_the_server_is_dropped() {
+    if link::is_possible() {
+        alone(async || udp_of_one_direction_stops(Way::FromListener).await);
+    }
 }
 
 #[test]
