@@ -36,7 +36,10 @@ pub(super) async fn policies_of_the_chart_are_enough_and_not_more(cluster: &mut 
 
     let none = json!({"networkPolicy": {"enabled": false}});
     cluster.install_agents(&none).await;
+    policies.are_in_force().await;
     cluster.serve(Egress::GrpcUds, &[]).await;
+    let agents = async || ready_agents(SEED).await;
+    eventually("the server answers", PATIENCE, agents).await;
     let address = self::address(cluster).await;
     eventually(
         "the packets of the agents are dropped",
@@ -44,7 +47,7 @@ pub(super) async fn policies_of_the_chart_are_enough_and_not_more(cluster: &mut 
         async || policies.dropped_from(&address).await > 0,
     )
     .await;
-    assert_eq!(ready_agents(SEED).await, Ok(0.0));
+    assert_eq!(agents().await, Ok(0.0));
 
     policies.stop().await;
     let delete = ["delete", "networkpolicy", "-n", "kube-system", NAME];

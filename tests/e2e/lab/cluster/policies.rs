@@ -7,10 +7,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use culvert_tests::eventually;
 use culvert_tests::openvpn::Namespace;
+use parking_lot::Mutex;
 use serde_json::Value;
 use tokio::task::JoinHandle;
 
+use super::super::PATIENCE;
 use super::super::kubectl::Kubectl;
 
 /// Chain of all rules.
@@ -18,7 +21,10 @@ const CHAIN: &str = "POLICIES";
 
 /// The rules, which follow all changes of policies and pods. Call [`Policies::stop`] to remove them.
 pub(crate) struct Policies {
+    kubectl: Kubectl,
     node: Namespace,
+    /// Rules of the node.
+    rules: Arc<Mutex<String>>,
     is_stopped: Arc<AtomicBool>,
     task: JoinHandle<()>,
 }
@@ -26,29 +32,41 @@ pub(crate) struct Policies {
 impl Policies {
     /// Enforces all policies of a cluster with one node. The rules exist when the call returns.
     pub(crate) async fn enforce(kubectl: &Kubectl, node: &Namespace) -> Self {
-        let mut rules = rules(&objects(kubectl).await);
-        node.restore(&rules);
+        let first = rules(&objects(kubectl).await);
+        node.restore(&first);
         for hook in ["FORWARD", "INPUT -i pods"] {
             node.iptables(&format!("-w -I {hook} -j {CHAIN}"));
         }
         let is_stopped = Arc::<AtomicBool>::default();
-        let (kubectl, network) = (kubectl.clone(), node.clone());
-        let stopped = Arc::clone(&is_stopped);
+        let current = Arc::new(Mutex::new(first));
+        let (client, network) = (kubectl.clone(), node.clone());
+        let (stopped, shared) = (Arc::clone(&is_stopped), Arc::clone(&current));
         let task = tokio::spawn(async move {
             while !stopped.load(Ordering::Relaxed) {
                 tokio::time::sleep(Duration::from_millis(200)).await;
-                let now = self::rules(&objects(&kubectl).await);
-                if now != rules {
+                let now = rules(&objects(&client).await);
+                if now != *shared.lock() {
                     network.restore(&now);
-                    rules = now;
+                    *shared.lock() = now;
                 }
             }
         });
         Self {
+            kubectl: kubectl.clone(),
             node: node.clone(),
+            rules: current,
             is_stopped,
             task,
         }
+    }
+
+    /// Waits until the rules are those of the current policies and pods. Connections that were opened before stay.
+    pub(crate) async fn are_in_force(&self) {
+        eventually("the rules follow the policies", PATIENCE, async || {
+            let wanted = rules(&objects(&self.kubectl).await);
+            *self.rules.lock() == wanted
+        })
+        .await;
     }
 
     /// Returns the number of packets from an address that its policies dropped.
