@@ -16,7 +16,9 @@ const LABEL: &str = "unsafe-expose-strategy-migration";
 pub(super) async fn tunnels(cluster: &mut Cluster) {
     let tenant = cluster.tenant().await;
     for (from, to) in [("konnectivity", "openvpn"), ("openvpn", "konnectivity")] {
-        tenant.there_and_back(from, to, after_tunnel_step).await;
+        tenant
+            .there_and_back(from, to, after_tunnel_step, after_tunnel_way_back)
+            .await;
         tenant.migrate(from, to, after_tunnel_step).await;
     }
 }
@@ -35,7 +37,9 @@ pub(super) async fn expose_strategies(cluster: &mut Cluster) {
     ];
     for change in strategies.windows(2) {
         let [from, to] = [change[0], change[1]];
-        tenant.there_and_back(from, to, after_strategy_step).await;
+        tenant
+            .there_and_back(from, to, after_strategy_step, async |_, _| {})
+            .await;
         is_back(tenant, from).await;
         tenant.migrate(from, to, after_strategy_step).await;
     }
@@ -86,10 +90,10 @@ async fn after_tunnel_step(tenant: &Tenant, step: &Step) {
     } else if is("Start the agents, and wait until they are connected.") {
         assert_eq!(ready(tenant, "konnectivity-agent").await, 2);
     } else if is("Switch new connections to the agents") {
-        assert!(dials(tenant, "konnectivity").await > 0.0);
+        has_dialed(tenant, "konnectivity").await;
     } else if is("Let kube-apiserver use the OpenVPN server.") {
         tenant.works().await;
-        assert!(dials(tenant, "openvpn").await > 0.0);
+        has_dialed(tenant, "openvpn").await;
     } else if is("Run the servers beside kube-apiserver.") {
         assert!(has_sidecar(tenant).await);
     } else if is("Remove the servers beside kube-apiserver and the agents.") {
@@ -103,6 +107,25 @@ async fn after_tunnel_step(tenant: &Tenant, step: &Step) {
         panic!("no check for the step {:?}", step.title);
     }
     tenant.works().await;
+}
+
+/// Checks the way back of a step that changes the tunnel. The tunnel works already.
+async fn after_tunnel_way_back(tenant: &Tenant, step: &Step) {
+    if !step
+        .title
+        .starts_with("Switch new connections to the agents")
+    {
+        return;
+    }
+    // The agents are still connected. They are the fallback of the switch, so calls work without the way back, too.
+    let opened = async |tunnel| dials(tenant, tunnel).await.unwrap();
+    let before = (opened("openvpn").await, opened("konnectivity").await);
+    tenant.works().await;
+    let after = (opened("openvpn").await, opened("konnectivity").await);
+    assert!(
+        after.0 > before.0 && after.1 == before.1,
+        "OpenVPN and Konnectivity: {before:?}, then {after:?} dials"
+    );
 }
 
 /// Checks the promise of a step that changes the expose strategy.
@@ -225,20 +248,26 @@ async fn endpoints(tenant: &Tenant, service: &str) -> Vec<String> {
     addresses.map(str::to_owned).collect()
 }
 
-/// Waits until a tunnel of the server with both tunnels has opened a connection, and returns their number.
-async fn dials(tenant: &Tenant, tunnel: &str) -> f64 {
+/// Waits until a tunnel of the server with both tunnels has opened a connection.
+async fn has_dialed(tenant: &Tenant, tunnel: &str) {
     let what = format!("{tunnel} opens connections");
     eventually(&what, PATIENCE, async || {
-        let pods = ["pods", "-n", NAMESPACE, "-l", "app=openvpn-server"];
-        let pods = tenant.seed.get(&pods).await?;
-        let pod = pods["items"][0]["metadata"]["name"].as_str();
-        let pod = pod.ok_or("no pod")?;
-        let path = format!("--raw=/api/v1/namespaces/{NAMESPACE}/pods/{pod}:8134/proxy/metrics");
-        let text = tenant.seed.run(&["get", &path]).await?;
-        let metrics = Metrics::parse(&text).map_err(|error| error.to_string())?;
-        let labels = [("tunnel", tunnel), ("outcome", "opened")];
-        let dials = metrics.value("culvert_tunnel_dials_total", &labels);
-        dials.filter(|dials| *dials > 0.0).ok_or("none".to_owned())
+        let dials = dials(tenant, tunnel).await?;
+        (dials > 0.0).then_some(()).ok_or("none".to_owned())
     })
-    .await
+    .await;
+}
+
+/// Returns the number of connections that a tunnel of the server with both tunnels has opened.
+async fn dials(tenant: &Tenant, tunnel: &str) -> Result<f64, String> {
+    let pods = ["pods", "-n", NAMESPACE, "-l", "app=openvpn-server"];
+    let pods = tenant.seed.get(&pods).await?;
+    let pod = pods["items"][0]["metadata"]["name"].as_str();
+    let pod = pod.ok_or("no pod")?;
+    let path = format!("--raw=/api/v1/namespaces/{NAMESPACE}/pods/{pod}:8134/proxy/metrics");
+    let text = tenant.seed.run(&["get", &path]).await?;
+    let metrics = Metrics::parse(&text).map_err(|error| error.to_string())?;
+    let labels = [("tunnel", tunnel), ("outcome", "opened")];
+    let dials = metrics.value("culvert_tunnel_dials_total", &labels);
+    Ok(dials.unwrap_or_default())
 }

@@ -22,12 +22,13 @@ struct Old {
 
 impl Tenant {
     /// Carries out the steps of a plan up to the first removal, and goes back step by step. `check` is called after each
-    /// step of the plan. Afterwards the tunnel works as before.
+    /// step of the plan, and `check_back` after the way back of each step. Afterwards the tunnel works as before.
     pub(crate) async fn there_and_back(
         &mut self,
         from: &str,
         to: &str,
         mut check: impl AsyncFnMut(&Self, &Step),
+        mut check_back: impl AsyncFnMut(&Self, &Step),
     ) {
         let old = Old {
             exposed: self.exposed.clone(),
@@ -49,6 +50,7 @@ impl Tenant {
             if !replaces_nodes {
                 self.works().await;
             }
+            check_back(self, step).await;
         }
         if replaces_nodes {
             let url = self.exposed.url();
