@@ -284,6 +284,15 @@ fn ebpf_needs_another_plugin_than_canal_and_konnectivity() {
     )
     .0;
     assert_eq!(found, [konnectivity]);
+    let mut findings = Findings::default();
+    let spec = "spec: {clusterNetwork: {proxyMode: ebpf}}";
+    let mut cluster = Cluster::new(input::parse(spec).unwrap(), true, &mut findings);
+    cluster.network.konnectivity_enabled = None;
+    super::network::check(&cluster, &mut findings);
+    let found: Vec<String> = findings.problems.iter().map(ToString::to_string).collect();
+    assert_eq!(found, [konnectivity]);
+    let found = network("{proxyMode: ebpf, konnectivityEnabled: false}");
+    assert!(found.contains(&konnectivity.to_owned()), "{found:?}");
 }
 
 #[test]
@@ -293,13 +302,15 @@ fn dual_stack_needs_ipv6_of_the_datacenter() {
             "provider: {provider}\nseed: {{datacenter: {{ipv6Enabled: {seed}}}}}\nspec: {{clusterNetwork: {{ipFamily: IPv4+IPv6}}}}"
         )
     };
-    assert_eq!(
-        check(&text("openstack", false), None).0,
-        [
-            r#"spec.clusterNetwork.ipFamily: Invalid value: "IPv4+IPv6": IP family "IPv4+IPv6" requires ipv6 to be enabled for the datacenter (KKP: spec.networkConfig.ipFamily)"#
-        ]
-    );
-    assert_eq!(check(&text("openstack", true), None).0, [""; 0]);
+    for provider in ["openstack", "vsphere"] {
+        assert_eq!(
+            check(&text(provider, false), None).0,
+            [
+                r#"spec.clusterNetwork.ipFamily: Invalid value: "IPv4+IPv6": IP family "IPv4+IPv6" requires ipv6 to be enabled for the datacenter (KKP: spec.networkConfig.ipFamily)"#
+            ]
+        );
+        assert_eq!(check(&text(provider, true), None).0, [""; 0]);
+    }
     assert_eq!(check(&text("aws", false), None).0, [""; 0]);
 }
 
@@ -374,11 +385,12 @@ fn settings_of_the_seed_are_checked() {
     );
     assert_eq!(
         seed(
-            "{replicas: 0, connectionSettings: {sniListenerIdleTimeout: 500ms, downstreamTCPKeepaliveTime: x, upstreamTCPKeepaliveProbes: 0}, loadBalancerService: {sourceRanges: [10.0.0.1]}}"
+            "{replicas: 0, connectionSettings: {sniListenerIdleTimeout: 500ms, downstreamTCPKeepaliveTime: x, downstreamTCPKeepaliveProbes: -1, upstreamTCPKeepaliveProbes: 0}, loadBalancerService: {sourceRanges: [10.0.0.1]}}"
         ),
         [
             r#"seed.nodeportProxy.envoy.connectionSettings.sniListenerIdleTimeout: Invalid value: "500ms": must be 0 or >= 1s (KKP: spec.nodeportProxy.envoy.connectionSettings.sniListenerIdleTimeout)"#,
             r#"seed.nodeportProxy.envoy.connectionSettings.downstreamTCPKeepaliveTime: Invalid value: "x": is not a duration, such as 30s (KKP: spec.nodeportProxy.envoy.connectionSettings.downstreamTCPKeepaliveTime)"#,
+            "seed.nodeportProxy.envoy.connectionSettings.downstreamTCPKeepaliveProbes: Invalid value: -1: must be >= 1; leave the field out for the default (KKP: spec.nodeportProxy.envoy.connectionSettings.downstreamTCPKeepaliveProbes)",
             "seed.nodeportProxy.envoy.connectionSettings.upstreamTCPKeepaliveProbes: Invalid value: 0: must be >= 1; leave the field out for the default (KKP: spec.nodeportProxy.envoy.connectionSettings.upstreamTCPKeepaliveProbes)",
             "seed.nodeportProxy.envoy.replicas: Invalid value: 0: must be >= 1 (KKP: spec.nodeportProxy.envoy.replicas)",
             r#"seed.nodeportProxy.envoy.loadBalancerService.sourceRanges[0]: Invalid value: "10.0.0.1": couldn't parse CIDR "10.0.0.1": invalid CIDR address: 10.0.0.1 (KKP: spec.nodeportProxy.envoy.loadBalancerService.sourceRanges[0])"#,
@@ -387,15 +399,61 @@ fn settings_of_the_seed_are_checked() {
 }
 
 #[test]
+fn every_duration_of_the_seed_is_0_or_at_least_a_second() {
+    for field in [
+        "sniListenerIdleTimeout",
+        "tunnelingConnectionIdleTimeout",
+        "tunnelingStreamIdleTimeout",
+        "downstreamTCPKeepaliveTime",
+        "downstreamTCPKeepaliveInterval",
+        "upstreamTCPKeepaliveTime",
+        "upstreamTCPKeepaliveInterval",
+    ] {
+        let found = check(
+            &format!(
+                "seed: {{nodeportProxy: {{envoy: {{connectionSettings: {{{field}: 999ms}}}}}}}}"
+            ),
+            None,
+        )
+        .0;
+        let path = format!("nodeportProxy.envoy.connectionSettings.{field}");
+        let error = format!(
+            r#"seed.{path}: Invalid value: "999ms": must be 0 or >= 1s (KKP: spec.{path})"#
+        );
+        assert_eq!(found, [error]);
+    }
+}
+
+#[test]
+fn allowed_ranges_of_the_seed_are_networks() {
+    assert_eq!(
+        check(
+            "seed: {defaultAPIServerAllowedIPRanges: [10.0.0.0/8, x]}",
+            None
+        )
+        .0,
+        [
+            r#"seed.defaultAPIServerAllowedIPRanges[1]: Invalid value: "x": couldn't parse CIDR "x": invalid CIDR address: x (KKP: spec.defaultAPIServerAllowedIPRanges[1])"#
+        ]
+    );
+}
+
+#[test]
 fn anti_affinity_is_preferred_or_required() {
     assert_eq!(
         errors(
-            "{componentsOverride: {konnectivityProxy: {hostAntiAffinity: hard, zoneAntiAffinity: required}}}"
+            "{componentsOverride: {konnectivityProxy: {hostAntiAffinity: hard, zoneAntiAffinity: soft}}}"
         ),
         [
-            r#"spec.componentsOverride.konnectivityProxy.hostAntiAffinity: Unsupported value: "hard": supported values: "", "preferred", "required""#
+            r#"spec.componentsOverride.konnectivityProxy.hostAntiAffinity: Unsupported value: "hard": supported values: "", "preferred", "required""#,
+            r#"spec.componentsOverride.konnectivityProxy.zoneAntiAffinity: Unsupported value: "soft": supported values: "", "preferred", "required""#,
         ]
     );
+    for valid in ["preferred", "required", "''"] {
+        let both = format!("{{hostAntiAffinity: {valid}, zoneAntiAffinity: {valid}}}");
+        let spec = format!("{{componentsOverride: {{konnectivityProxy: {both}}}}}");
+        assert_eq!(errors(&spec), [""; 0]);
+    }
 }
 
 #[test]
@@ -507,6 +565,29 @@ fn cni_plugin_changes_only_with_its_labels() {
     assert_eq!(change(&old, &far, "unsafe-cni-upgrade: x"), [""; 0]);
     assert_eq!(change(&old, &plugin("canal", "v3.29"), ""), [""; 0]);
     assert_eq!(change(&old, &plugin("canal", "v3.27"), ""), [""; 0]);
+    let major = plugin("canal", "v4.28");
+    assert!(change(&old, &major, "").contains(
+        &r#"spec.cniPlugin.version: Forbidden: "v4.28": cannot upgrade CNI from v3.28 to v4.28, only one minor version difference is allowed unless unsafe-cni-upgrade label is present"#
+            .to_owned()
+    ));
+    let unknown = plugin("canal", "x");
+    assert!(change(&old, &unknown, "").contains(
+        &r#"spec.cniPlugin.version: Invalid value: "x": couldn't parse CNI version `x`: Invalid Semantic Version"#
+            .to_owned()
+    ));
+}
+
+#[test]
+fn canal_may_skip_minor_versions_to_3_22() {
+    let plugin =
+        |version| format!("{{version: 1.36.1, cniPlugin: {{type: canal, version: {version}}}}}");
+    assert_eq!(change(&plugin("v3.19"), &plugin("v3.22"), ""), [""; 0]);
+    assert_eq!(
+        change(&plugin("v3.19"), &plugin("v3.21"), ""),
+        [
+            r#"spec.cniPlugin.version: Forbidden: "v3.21": cannot upgrade CNI from v3.19 to v3.21, only one minor version difference is allowed unless unsafe-cni-upgrade label is present"#
+        ]
+    );
 }
 
 #[test]
