@@ -50,6 +50,7 @@ pub(crate) fn all() -> Vec<(String, Case<Lab>)> {
     let mut cases = vec![
         case!(isolation::seed_cannot_reach_the_node_without_a_tunnel),
         case!(dry_run::charts_are_accepted_with_every_values_file),
+        case!(dry_run::charts_are_accepted_with_the_values_of_every_unit_test),
         case!(dry_run::charts_with_the_network_of_the_node_violate_restricted),
         case!(dry_run::helm_accepts_every_values_file),
         case!(dry_run::manifests_are_accepted),

@@ -3,8 +3,11 @@
 
 use std::fs::read_to_string;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use culvert_tests::charts::{CHARTS, Tools, deploy, run, values_files, yaml_files};
+use culvert_tests::process::{ours, outcome};
+use serde_json::Value;
 
 use crate::lab::Lab;
 
@@ -16,6 +19,15 @@ const NAMESPACES: [&str; 4] = ["releases", "cluster-abc123", "kubermatic", "shop
 
 /// Name of the Deployment that `culvert render` patches.
 const PATCHED: &str = "apiserver";
+
+/// Parts of a Cluster's specification that change the rendered objects.
+const SPECIFICATIONS: [&str; 3] = [
+    "features: {apiserverNetworkPolicy: false}",
+    "clusterNetwork: {ipFamily: IPv4+IPv6}",
+    "componentsOverride: {konnectivityProxy: {hostAntiAffinity: required, zoneAntiAffinity: required, \
+     keepaliveTime: 2m, args: [--v=5], resources: {limits: {cpu: 200m, memory: 100Mi}}}, \
+     nodePortProxyEnvoy: {replicas: 3}, envoyAgent: {resources: {limits: {memory: 100Mi}}}}",
+];
 
 /// Arguments of a dry run.
 const APPLY: [&str; 7] = [
@@ -43,10 +55,11 @@ impl Level {
         }
     }
 
-    /// Returns the level that a chart claims with a values file. Pods with the network of the node need `Privileged`.
-    fn of_chart(chart: &str, values: &Path) -> Self {
-        let uses_network_of_node =
-            chart == "culvert-node-tunnel" || values.ends_with("culvert-agent/ci/daemonset.yaml");
+    /// Returns the level that a chart claims with its values. Pods with the network of the node need `Privileged`.
+    fn of_release(release: &Release) -> Self {
+        let mut files = release.values.iter();
+        let uses_network_of_node = release.chart == "culvert-node-tunnel"
+            || files.any(|it| it.ends_with("ci/daemonset.yaml"));
         if uses_network_of_node {
             Self::Privileged
         } else {
@@ -138,52 +151,117 @@ fn conclude(what: &str, accepted: usize, least: usize, failures: &[String]) {
     eprintln!("{accepted} objects of {what} accepted");
 }
 
-/// Renders a chart as the release `release`.
-fn template(tools: &Tools, chart: &str, values: &Path, more: &[&str]) -> String {
-    let mut helm = tools.helm();
-    helm.args([
-        "template",
-        "release",
-        "--namespace",
-        NAMESPACES[0],
-        "--values",
-    ]);
-    helm.arg(values).arg(deploy("helm").join(chart)).args(more);
-    run(&mut helm).unwrap_or_else(|error| panic!("{}: {error}", values.display()))
+/// A chart with values.
+struct Release {
+    chart: &'static str,
+    /// Name for messages.
+    name: String,
+    values: Vec<PathBuf>,
+    /// Values after those of the files.
+    set: Value,
+}
+
+impl Release {
+    /// Adds the values and the chart to a command of helm.
+    fn add_to(&self, helm: &mut Command) {
+        for file in &self.values {
+            helm.arg("--values").arg(file);
+        }
+        if self.set.is_object() {
+            helm.arg("--set-json").arg(self.set.to_string());
+        }
+        helm.arg(deploy("helm").join(self.chart));
+    }
+
+    /// Renders the chart as the release `release`.
+    fn template(&self, tools: &Tools, more: &[&str]) -> String {
+        let mut helm = tools.helm();
+        helm.args(["template", "release", "--namespace", NAMESPACES[0]]);
+        self.add_to(&mut helm);
+        let text = run(helm.args(more));
+        text.unwrap_or_else(|error| panic!("{}: {error}", self.name))
+    }
 }
 
 /// Returns every chart with every values file.
-fn releases() -> impl Iterator<Item = (&'static str, PathBuf)> {
-    CHARTS.iter().flat_map(|(chart, _)| {
-        let files = values_files(chart).into_iter();
-        files.map(move |file| (*chart, file))
-    })
+fn values_files_of_charts() -> Vec<Release> {
+    let mut releases = Vec::new();
+    for (chart, _) in CHARTS {
+        for file in values_files(chart) {
+            releases.push(Release {
+                chart,
+                name: file.display().to_string(),
+                values: vec![file],
+                set: Value::Null,
+            });
+        }
+    }
+    releases
 }
 
-/// The objects of every chart with every values file are accepted, in namespaces with the claimed Pod Security.
-pub(super) async fn charts_are_accepted_with_every_values_file(lab: &mut Lab) {
+/// Returns every chart with the values of its unit tests, except those of a values file alone. Tests of errors render
+/// nothing.
+fn unit_tests_of_charts() -> Vec<Release> {
+    let mut releases = Vec::new();
+    for (chart, _) in CHARTS {
+        for file in yaml_files(deploy("helm").join(chart).join("tests")) {
+            let suite: Value = serde_saphyr::from_str(&read_to_string(&file).unwrap()).unwrap();
+            let files = |list: &Value| -> Vec<PathBuf> {
+                let names = list.as_array().into_iter().flatten();
+                let folder = file.parent().unwrap();
+                names.map(|it| folder.join(it.as_str().unwrap())).collect()
+            };
+            assert!(suite["set"].is_null(), "{}: add set", file.display());
+            for test in suite["tests"].as_array().unwrap() {
+                let mut asserts = test["asserts"].as_array().unwrap().iter();
+                let is_error = asserts.any(|it| !it["failedTemplate"].is_null());
+                if is_error || (test["values"].is_null() && test["set"].is_null()) {
+                    continue;
+                }
+                releases.push(Release {
+                    chart,
+                    name: format!("{}: {}", file.display(), test["it"]),
+                    values: [files(&suite["values"]), files(&test["values"])].concat(),
+                    set: test["set"].clone(),
+                });
+            }
+        }
+    }
+    releases
+}
+
+/// Judges the objects of releases, in namespaces with the claimed Pod Security.
+async fn judge_releases(lab: &mut Lab, what: &str, releases: &[Release], least: usize) {
     let tools = prepare(lab).await;
     let (mut accepted, mut failures) = (0, Vec::new());
     for level in [Level::Restricted, Level::Privileged] {
         set_level(lab, level).await;
-        for (chart, values) in releases() {
-            if Level::of_chart(chart, &values) == level {
-                let objects = template(tools, chart, &values, &[]);
-                let name = values.display().to_string();
-                accepted += judge(lab, &name, &objects, &mut failures).await;
-            }
+        let claims = |release: &&Release| Level::of_release(release) == level;
+        for release in releases.iter().filter(claims) {
+            let objects = release.template(tools, &[]);
+            accepted += judge(lab, &release.name, &objects, &mut failures).await;
         }
     }
-    conclude("charts", accepted, 150, &failures);
+    conclude(what, accepted, least, &failures);
+}
+
+/// The objects of every chart with every values file are accepted.
+pub(super) async fn charts_are_accepted_with_every_values_file(lab: &mut Lab) {
+    judge_releases(lab, "charts", &values_files_of_charts(), 150).await;
+}
+
+/// The objects of every chart with the values of each unit test are accepted.
+pub(super) async fn charts_are_accepted_with_the_values_of_every_unit_test(lab: &mut Lab) {
+    judge_releases(lab, "unit tests", &unit_tests_of_charts(), 300).await;
 }
 
 /// Releases that claim *privileged* are refused under *restricted*, so that no release claims too much.
 pub(super) async fn charts_with_the_network_of_the_node_violate_restricted(lab: &mut Lab) {
     let tools = prepare(lab).await;
     set_level(lab, Level::Restricted).await;
-    for (chart, values) in releases() {
-        if Level::of_chart(chart, &values) == Level::Privileged {
-            let objects = template(tools, chart, &values, &[]);
+    for release in values_files_of_charts() {
+        if Level::of_release(&release) == Level::Privileged {
+            let objects = release.template(tools, &[]);
             let error = lab.kubectl.bytes(&APPLY, objects.as_bytes()).await;
             let error = error.unwrap_err();
             assert!(error.contains("would violate PodSecurity"), "{error}");
@@ -196,20 +274,15 @@ pub(super) async fn charts_with_the_network_of_the_node_violate_restricted(lab: 
 pub(super) async fn helm_accepts_every_values_file(lab: &mut Lab) {
     let tools = prepare(lab).await;
     let kubeconfig = format!("--kubeconfig={}", lab.kubectl.kubeconfig.display());
-    for (chart, values) in releases() {
-        template(
-            tools,
-            chart,
-            &values,
-            &["--dry-run=server", "--take-ownership", &kubeconfig],
-        );
+    for release in values_files_of_charts() {
+        let dry_run = ["--dry-run=server", "--take-ownership", &kubeconfig];
+        release.template(tools, &dry_run);
         // Other cases have created objects with names of the charts.
         let mut install = tools.helm();
         install.args(["install", "release", "--namespace", NAMESPACES[0]]);
-        install.args(["--dry-run=server", "--take-ownership", &kubeconfig]);
-        install.arg("--values").arg(&values);
-        let report = run(install.arg(deploy("helm").join(chart)));
-        let report = report.unwrap_or_else(|error| panic!("{}: {error}", values.display()));
+        release.add_to(&mut install);
+        let report = run(install.args(dry_run));
+        let report = report.unwrap_or_else(|error| panic!("{}: {error}", release.name));
         assert!(report.contains("STATUS: pending-install"), "{report}");
         assert!(report.contains("\nNOTES:\n"), "{report}");
     }
@@ -249,6 +322,61 @@ fn is_patch(document: &str) -> bool {
     document.contains("# a strategic merge patch")
 }
 
+/// Returns the output of `culvert render` for clusters with names: the golden files, and clusters with other values.
+fn rendered_clusters() -> Vec<(String, String)> {
+    let mut clusters: Vec<(String, String)> = yaml_files(deploy("cli/tests/rendered"))
+        .into_iter()
+        .map(|file| (file.display().to_string(), read_to_string(&file).unwrap()))
+        .collect();
+    let golden = "kkpVersion: '2.31'\nkubernetesVersion: 1.36.3";
+    let olds = ["2.28", "2.29", "2.30"].map(|kkp| {
+        let kubernetes = if kkp == "2.30" { "1.35.1" } else { "1.33.1" };
+        format!("kkpVersion: '{kkp}'\nkubernetesVersion: {kubernetes}")
+    });
+    let mut add = |facts: &str, spec: &str| {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("cluster.yaml");
+        let text = format!(
+            "clusterID: abc123
+externalName: abc123.seed.example.com
+addressIP: 192.0.2.10
+nodePorts: {{apiserver: 31000, konnectivityServer: 31001, openvpnServer: 31002}}
+nodeNetworks: [192.168.0.0/16]
+{facts}
+spec: {{{spec}}}
+"
+        );
+        std::fs::write(&file, text).unwrap();
+        let mut render = Command::new(ours("culvert"));
+        let text = outcome(render.arg("render").arg(&file));
+        let name = format!("{facts}, {spec}");
+        clusters.push((
+            name.clone(),
+            text.unwrap_or_else(|why| panic!("{name}: {why}")),
+        ));
+    };
+    for tunnel in ["konnectivity", "openvpn"] {
+        for strategy in ["NodePort", "LoadBalancer", "Tunneling"] {
+            let strategy = format!("exposeStrategy: {strategy}");
+            for old in &olds {
+                add(&format!("{old}\ntunnel: {tunnel}"), &strategy);
+            }
+            let facts = format!("{golden}\ntunnel: {tunnel}");
+            for more in SPECIFICATIONS {
+                add(&facts, &format!("{strategy}, {more}"));
+            }
+        }
+        let ranges =
+            "exposeStrategy: LoadBalancer, apiServerAllowedIPRanges: {cidrBlocks: [10.0.0.0/8]}";
+        add(&format!("{golden}\ntunnel: {tunnel}"), ranges);
+    }
+    add(
+        &format!("{golden}\nimages: {{server: stock, agent: stock}}"),
+        "",
+    );
+    clusters
+}
+
 /// What `culvert render` prints for each kind of cluster is accepted. Patches are tried on a Deployment of
 /// kube-apiserver.
 pub(super) async fn rendered_clusters_are_accepted(lab: &mut Lab) {
@@ -259,21 +387,22 @@ pub(super) async fn rendered_clusters_are_accepted(lab: &mut Lab) {
     let create = lab.kubectl.bytes(&in_namespace, base.as_bytes()).await;
     create.unwrap();
     let (mut accepted, mut patches, mut failures) = (0, 0, Vec::new());
+    let clusters = rendered_clusters();
     for level in [Level::Restricted, Level::Privileged] {
         set_level(lab, level).await;
-        for file in yaml_files(deploy("cli/tests/rendered")) {
-            let name = file.display().to_string();
-            let text = read_to_string(&file).unwrap();
+        for (name, text) in &clusters {
             let documents = text.split("---\n").filter(|it| !it.trim().is_empty());
-            for document in documents.filter(|it| Level::of_rendered(it) == level) {
-                if is_patch(document) {
-                    patches += 1;
-                    if let Err(why) = patch(lab, document).await {
-                        failures.push(format!("{name}, patch: {why}"));
-                    }
-                } else {
-                    accepted += judge(lab, &name, document, &mut failures).await;
+            let documents = documents.filter(|it| Level::of_rendered(it) == level);
+            let (of_apiserver, objects): (Vec<&str>, Vec<&str>) =
+                documents.partition(|it| is_patch(it));
+            for document in of_apiserver {
+                patches += 1;
+                if let Err(why) = patch(lab, document).await {
+                    failures.push(format!("{name}, patch: {why}"));
                 }
+            }
+            if !objects.is_empty() {
+                accepted += judge(lab, name, &objects.join("---\n"), &mut failures).await;
             }
         }
     }
@@ -284,8 +413,8 @@ pub(super) async fn rendered_clusters_are_accepted(lab: &mut Lab) {
         "--namespace=cluster-abc123",
     ];
     lab.kubectl.must(&delete).await;
-    assert_eq!(patches, 6, "one patch for each cluster");
-    conclude("culvert render", accepted, 80, &failures);
+    assert_eq!(patches, clusters.len(), "one patch for each cluster");
+    conclude("culvert render", accepted, 600, &failures);
 }
 
 /// Tries a patch of the Deployment of kube-apiserver.
@@ -311,8 +440,10 @@ async fn patch(lab: &Lab, document: &str) -> Result<(), String> {
 pub(super) async fn wrong_objects_are_refused(lab: &mut Lab) {
     let tools = prepare(lab).await;
     set_level(lab, Level::Restricted).await;
-    let values = deploy("helm/culvert-agent/ci/everything.yaml");
-    let right = template(tools, "culvert-agent", &values, &[]);
+    let releases = values_files_of_charts();
+    let is_right = |it: &&Release| it.name.ends_with("culvert-agent/ci/everything.yaml");
+    let right = releases.iter().find(is_right).unwrap();
+    let right = right.template(tools, &[]);
     let wrong = [
         (
             "minAvailable: 3",
