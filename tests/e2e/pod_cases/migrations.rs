@@ -92,7 +92,6 @@ async fn after_tunnel_step(tenant: &Tenant, step: &Step) {
     } else if is("Switch new connections to the agents") {
         has_dialed(tenant, "konnectivity").await;
     } else if is("Let kube-apiserver use the OpenVPN server.") {
-        tenant.works().await;
         has_dialed(tenant, "openvpn").await;
     } else if is("Run the servers beside kube-apiserver.") {
         assert!(has_sidecar(tenant).await);
@@ -248,10 +247,11 @@ async fn endpoints(tenant: &Tenant, service: &str) -> Vec<String> {
     addresses.map(str::to_owned).collect()
 }
 
-/// Waits until a tunnel of the server with both tunnels has opened a connection.
+/// Makes calls until a tunnel of the server with both tunnels has opened a connection.
 async fn has_dialed(tenant: &Tenant, tunnel: &str) {
     let what = format!("{tunnel} opens connections");
     eventually(&what, PATIENCE, async || {
+        tenant.works().await;
         let dials = dials(tenant, tunnel).await?;
         (dials > 0.0).then_some(()).ok_or("none".to_owned())
     })
