@@ -241,6 +241,12 @@ impl Worker {
             umount.unwrap_or_else(|why| panic!("umount {mount}: {why}"));
         }
         std::fs::remove_dir_all(&self.run).expect("removing the state");
+        // The kernel removes the networks of the old pods later. Without the bridges, they cannot answer for new pods,
+        // which have the same addresses.
+        let bridges = self.network.ip("-o link show type bridge");
+        for name in bridges.lines().filter_map(|it| it.split(": ").nth(1)) {
+            self.network.ip(&format!("link delete {name}"));
+        }
     }
 
     /// Restarts the kubelet. It then requests new tokens for all pods.
