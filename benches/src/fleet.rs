@@ -2,7 +2,6 @@
 //!
 //! | module | content |
 //! |---|---|
-//! | [`agents`] | many agents of ours in one process |
 //! | [`change`] | rolling updates, rotations of certificates, and killed agents under load |
 //! | [`convergence`] | the time until an agent is connected to all servers, and handshakes in the steady state |
 //! | [`scale`] | dials and memory with many agents |
@@ -10,7 +9,6 @@
 //!
 //! A part is a function that measures one pair of programs and adds rows. To add a part, add a variant to [`Part`].
 
-pub(crate) mod agents;
 mod change;
 mod convergence;
 mod scale;

@@ -19,15 +19,17 @@
 //! | [`bulk`] | a load without an end, for a given time |
 //! | [`load`] | a load of a given amount |
 //! | [`entry`], [`endpoint`] | entry points and endpoints of loads |
+//! | [`agents`] | many agents of ours in one process |
 //! | [`programs`] | our programs and the stock programs |
 //! | [`sockets`] | the sockets of running programs |
 //! | [`harness`] | panics of the test harness as errors |
 //! | [`rows`], [`figures`], [`names`], [`targets`] | data types and names without logic |
 //!
-//! Our programs are the shipped programs; Cargo builds them first. The endpoint of idle connections is this
-//! program, started under another name.
+//! Our programs are the shipped programs; Cargo builds them first. The endpoint of idle connections and the process of
+//! many agents are this program, started under other names.
 
 mod aborts;
+mod agents;
 mod attack;
 mod bulk;
 mod door;
@@ -62,7 +64,6 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
-use self::fleet::agents;
 use self::tunnel::bare;
 
 /// Compares whole tunnels and front doors on this machine.

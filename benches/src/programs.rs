@@ -11,8 +11,8 @@ use culvert_tests::Program;
 use culvert_tests::interop::Interop;
 use tempfile::TempDir;
 
+use crate::agents::AGENTS;
 use crate::endpoint::{ENDPOINT, LISTENING};
-use crate::fleet::agents::AGENTS;
 use crate::harness::harness;
 use crate::names::{AGENT, NODE, PROXY, SERVER};
 

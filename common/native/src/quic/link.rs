@@ -241,7 +241,7 @@ impl Link {
     /// Looks for answers of the peer, and asks for an answer that is due.
     fn look(&self) -> Look {
         let is_dialing = self.dialing.load(Ordering::Relaxed) > 0;
-        // Locked until the end, so that the result of an older look does not replace that of a newer one.
+        // Locked until the end, so that an older look does not replace the result of a newer one.
         let mut health = self.health.lock();
         let look = health.look(Instant::now(), self.counters(), is_dialing);
         let set = |healthy| {
