@@ -66,8 +66,10 @@ enum Part {
     Rotation,
     /// Failed dials while one of two agents is killed
     Failover,
-    /// Cost of a dial with 1,000 agents. Needs 10 GiB of memory for agents of ours, 20 GiB for stock agents
+    /// Cost of a dial with 1,000 agents
     Scale,
+    /// Memory of an agent with a QUIC link
+    Links,
 }
 
 impl Part {
@@ -78,6 +80,7 @@ impl Part {
             Self::Rotation => change::rotation(lab, pair, lines).await,
             Self::Failover => change::failover(lab, pair, lines).await,
             Self::Scale => scale::measure(lab, pair, lines).await,
+            Self::Links => scale::links(lab, pair, lines).await,
         }
     }
 }

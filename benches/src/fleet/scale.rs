@@ -1,11 +1,12 @@
-//! The cost of a dial with many connected agents beside idle connections, and the memory of an agent connection in the
-//! server.
+//! The cost of a dial with many connected agents beside idle connections, and the memory of an agent in the server, with
+//! one link and with two.
 
 use std::net::SocketAddr;
 use std::time::Duration;
 
 use anyhow::Context as _;
 use culvert_kit::client::BoxedStream;
+use culvert_tests::ports::Ports;
 use culvert_tests::topology::PATIENCE;
 use culvert_tests::{Mode, Program, Topology, Transport, eventually};
 use futures_util::{StreamExt as _, TryStreamExt as _};
@@ -48,6 +49,17 @@ const AT_ONCE: [(usize, [&str; 5]); 2] = [
         ],
     ),
 ];
+
+/// Numbers of agents with QUIC links, and the largest memory of such an agent in KiB, both links idle.
+const LINKED: [usize; 2] = [2, 102];
+const LINKED_KIB: f64 = 300.0;
+
+/// Lets the TCP links resume, so that their buffers count.
+const RESUMABLE: &str = "--resume-grace=30s";
+
+/// Time limit for the QUIC links of all agents. An agent whose first attempt fails on a busy machine tries again after a
+/// minute.
+const LINKED_LIMIT: Duration = Duration::from_secs(150);
 
 /// Duration of each load.
 const LOAD: Duration = Duration::from_secs(5);
@@ -118,6 +130,42 @@ pub(super) async fn measure(lab: &Lab, pair: Pair, lines: &mut Lines) {
     add("memory of an agent", "KiB", &memory, None);
 }
 
+/// Measures the memory of an agent whose two links are idle, in the server. Only our programs have QUIC.
+pub(super) async fn links(lab: &Lab, pair: Pair, lines: &mut Lines) {
+    if !(pair.server && pair.agent) {
+        return;
+    }
+    let [few, many] = LINKED;
+    let memory = async {
+        let (less, more) = (
+            linked(lab, pair, few).await?,
+            linked(lab, pair, many).await?,
+        );
+        anyhow::Ok((more - less) / (many - few) as f64)
+    };
+    let memory = harness(memory).await.flatten();
+    let row = "memory of an agent, QUIC";
+    lines.add(Line::new(pair.name, row, "KiB", [memory], Some(LINKED_KIB)));
+}
+
+/// Returns the memory of a server whose agents have QUIC links, in KiB.
+async fn linked(lab: &Lab, pair: Pair, agents: usize) -> anyhow::Result<f64> {
+    let (server, _) = lab.executables(pair)?;
+    let port = format!("--agent-quic-port={}", Ports::default().next_port());
+    let mut topology = Topology::builder(Mode::HttpConnect, Transport::Uds)
+        .server(server, &["--v=1", &port, RESUMABLE])
+        .start()
+        .await;
+    let _agents = start(lab, pair, &topology, agents, (0, ""), &[RESUMABLE]).await?;
+    eventually("all agents have QUIC links", LINKED_LIMIT, async || {
+        let metrics = topology.server_metrics(0).await;
+        let links = metrics.value("culvert_quic_links", &[]).unwrap_or(0.0);
+        (links == agents as f64).then_some(()).ok_or(links)
+    })
+    .await;
+    Ok(ask(|| topology.server(0).rss())? as f64 / 1024.0)
+}
+
 /// Measures a server with `agents` agents in one process. The first `chosen` agents get all dials.
 async fn figures(lab: &Lab, pair: Pair, agents: usize, chosen: usize) -> anyhow::Result<Figures> {
     let (server, _) = lab.executables(pair)?;
@@ -126,7 +174,8 @@ async fn figures(lab: &Lab, pair: Pair, agents: usize, chosen: usize) -> anyhow:
         .server(server, &["--v=1", "--proxy-strategies=destHost,default"])
         .start()
         .await;
-    let _agents = start(lab, pair, &topology, agents, chosen, target).await?;
+    let identifiers = format!("host={}", target.ip());
+    let _agents = start(lab, pair, &topology, agents, (chosen, &identifiers), &[]).await?;
     let rss_kib = ask(|| topology.server(0).rss())? as f64 / 1024.0;
     let idle = (0..IDLE).map(|_| async {
         let mut stream = open(&topology, target).await?;
@@ -142,15 +191,15 @@ async fn figures(lab: &Lab, pair: Pair, agents: usize, chosen: usize) -> anyhow:
     Ok(Figures { dials, rss_kib })
 }
 
-/// Starts a process with agents, and waits until the server counts all of them. The first `chosen` agents serve the
-/// address of `target`.
+/// Starts a process with agents, and waits until the server counts all of them. The first `chosen` agents have the
+/// identifiers.
 async fn start(
     lab: &Lab,
     pair: Pair,
     topology: &Topology,
     agents: usize,
-    chosen: usize,
-    target: SocketAddr,
+    (chosen, identifiers): (usize, &str),
+    flags: &[&str],
 ) -> anyhow::Result<Program> {
     let path = match pair.agent {
         true => lab.programs.agents(),
@@ -160,13 +209,16 @@ async fn start(
     let args = [
         agents.to_string(),
         chosen.to_string(),
-        format!("host={}", target.ip()),
+        identifiers.to_owned(),
         format!("--ca-cert={}", pki.ca.display()),
         format!("--agent-cert={}", pki.agent.cert.display()),
         format!("--agent-key={}", pki.agent.key.display()),
         format!("--proxy-server-host={}", server.ip()),
         format!("--proxy-server-port={}", server.port()),
     ];
+    let args = args
+        .into_iter()
+        .chain(flags.iter().copied().map(str::to_owned));
     let program = Program::spawn(path, args, &[]);
     eventually("all agents are ready", PATIENCE, async || {
         let ready = topology.ready_agents(0).await;
