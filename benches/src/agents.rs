@@ -16,9 +16,8 @@ pub(crate) const AGENTS: &str = "culvert-bench-agents";
 /// Identifiers of the agents that are not chosen.
 const OTHER: &str = "host=other";
 
-/// Runs the agents of the command line until the process is killed. The arguments are those of
-/// `tests/interop/agents`: number of agents, number of chosen agents, identifiers of the chosen agents, flags of all
-/// agents.
+/// Runs agents until the process is killed. Arguments, as for `tests/interop/agents`: number of agents, number of chosen
+/// agents, identifiers of the chosen agents, flags of all agents.
 pub(crate) fn serve() -> ExitCode {
     raise_open_file_limit();
     let runtime = tokio::runtime::Builder::new_current_thread()

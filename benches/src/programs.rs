@@ -53,7 +53,8 @@ impl Programs {
             .prefix("culvert-bench-")
             .tempdir()?;
         for name in [ENDPOINT, AGENTS] {
-            symlink(&this, names.path().join(name)).context("cannot create a link")?;
+            symlink(&this, names.path().join(name))
+                .with_context(|| format!("cannot create the link {name}"))?;
         }
         Ok(Self {
             ours,

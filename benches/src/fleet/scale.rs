@@ -151,7 +151,9 @@ pub(super) async fn links(lab: &Lab, pair: Pair, lines: &mut Lines) {
 /// Returns the memory of a server whose agents have QUIC links, in KiB.
 async fn linked(lab: &Lab, pair: Pair, agents: usize) -> anyhow::Result<f64> {
     let (server, _) = lab.executables(pair)?;
-    let port = format!("--agent-quic-port={}", Ports::default().next_port());
+    // Owner of the port until the server has ended.
+    let mut ports = Ports::default();
+    let port = format!("--agent-quic-port={}", ports.next_port());
     let mut topology = Topology::builder(Mode::HttpConnect, Transport::Uds)
         .server(server, &["--v=1", &port, RESUMABLE])
         .start()
