@@ -352,9 +352,12 @@ impl Flow {
     }
 
     /// True if data or the end of the data can be read.
-    pub(crate) fn is_readable(&self) -> bool {
-        self.socket().can_recv()
-            || (self.connected && self.ending.is_none() && !self.socket().may_recv())
+    pub(crate) fn is_readable(&mut self) -> bool {
+        match self.socket_mut().peek(1) {
+            Ok(bytes) => !bytes.is_empty(),
+            Err(RecvError::Finished) => self.connected && self.ending.is_none(),
+            Err(RecvError::InvalidState) => false,
+        }
     }
 
     /// True if the owner has not read all received bytes.
@@ -407,7 +410,8 @@ impl Flow {
         self.socket_mut().abort();
     }
 
-    /// True if smoltcp has finished: nothing more will be sent or received.
+    /// True if smoltcp has finished: nothing more will be sent or received. Received data may be unread. A
+    /// flow that is over must not be polled: smoltcp discards unread data when its TIME-WAIT ends.
     pub(crate) fn is_over(&self) -> bool {
         match self.state() {
             _ if self.dropped => true,

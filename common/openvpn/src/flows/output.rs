@@ -52,7 +52,8 @@ impl Flows {
                 entry.in_ready = false;
             }
             let bytes = self.outbox.bytes;
-            let Some(flow) = self.slots.flow(index).filter(|flow| !flow.dropped) else {
+            let Some(flow) = self.slots.flow(index).filter(|flow| !flow.is_over()) else {
+                self.settle(index);
                 continue;
             };
             flow.receive_share = self.receiving.of(flow.received_in);
@@ -115,6 +116,10 @@ impl Flows {
             self.settle(index);
             return;
         }
+        // A flow that is over waits only for its reader.
+        if flow.is_over() {
+            return;
+        }
         if flow.connected
             && flow.ending.is_none()
             && silent_since.is_some_and(|since| flow.last_received <= since)
@@ -128,7 +133,7 @@ impl Flows {
 
     /// Sets the timer of a flow after the flow has sent everything.
     fn schedule(&mut self, index: u32, now: Instant) {
-        let Some(flow) = self.slots.flow(index) else {
+        let Some(flow) = self.slots.flow(index).filter(|flow| !flow.is_over()) else {
             return;
         };
         if let Some(at) = flow.poll_at(now) {

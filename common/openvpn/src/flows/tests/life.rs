@@ -178,6 +178,32 @@ fn reset_is_reported_after_the_received_data_is_read() {
 }
 
 #[test]
+fn a_reader_that_is_slower_than_time_wait_loses_nothing() {
+    for dialer_closes_first in [true, false] {
+        let mut net = Net::new();
+        net.b.to_send = 10_000;
+        let id = net.dial(POD, 0);
+        let stream = net.a.streams.get_mut(&id).unwrap();
+        stream.paused = true;
+        stream.keep_open = !dialer_closes_first;
+        net.run(SECOND, |_| false);
+        if !dialer_closes_first {
+            net.a.flows.close(id);
+        }
+        // smoltcp's TIME-WAIT ends after 10 s; a remote end that is gone times out after 150 s.
+        net.run(600 * SECOND, |_| false);
+        assert_eq!(net.a.streams[&id].closed, None, "received data is unread");
+        net.a.streams.get_mut(&id).unwrap().paused = false;
+        let now = net.now;
+        net.a.pump(id, now);
+        net.settle(SECOND);
+        assert_eq!(net.a.streams[&id].received, 10_000);
+        assert!(net.a.streams[&id].end);
+        assert_eq!(net.a.streams[&id].closed, Some(Closed::Finished));
+    }
+}
+
+#[test]
 fn idle_flow_stays_open_and_dead_flow_times_out() {
     let mut net = Net::new();
     let id = net.dial(POD, 0);
