@@ -292,6 +292,8 @@ impl Core {
         incoming.head_bytes = 0;
         incoming.left = 0;
         incoming.repeated = repeated;
+        // The peer may not have received later acknowledgements.
+        incoming.acknowledged = from;
         Ok(received)
     }
 }

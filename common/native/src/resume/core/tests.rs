@@ -126,6 +126,23 @@ fn bytes_of_the_earlier_transport_after_the_request_are_not_delivered_twice() {
 }
 
 #[test]
+fn acknowledgement_that_the_earlier_transport_lost_is_sent_again() {
+    let (mut near, mut far) = (Core::new(100), Core::new(100));
+    let told = far.received();
+    write(&mut near, b"abc");
+    input(&mut far, output(&mut near));
+    far.acknowledge();
+    assert!(!output(&mut far).is_empty());
+    near.attach(near.received(), told).unwrap();
+    far.attach(told, near.received()).unwrap();
+    input(&mut far, output(&mut near));
+    assert!(far.owes_acknowledgement());
+    far.acknowledge();
+    input(&mut near, output(&mut far));
+    assert!(!near.is_unacknowledged());
+}
+
+#[test]
 fn end_follows_all_bytes_and_nothing_follows_the_end() {
     let (mut near, mut far) = (Core::new(100), Core::new(100));
     write(&mut near, b"last");
