@@ -29,6 +29,7 @@ use culvert_host::runtime::essential;
 use culvert_native::quic::connection_id::CONNECTION_ID_BYTES;
 use quinn_udp::RecvMeta;
 use tokio::task::coop::consume_budget;
+use tokio::task::yield_now;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
@@ -142,6 +143,10 @@ impl Listener {
                     Ok(()) => {
                         consume_budget().await;
                         self.receive(&mut input);
+                        // Under a flood, the sockets of displaced flows would exceed the limit.
+                        if self.flows.take_displaced() {
+                            yield_now().await;
+                        }
                     }
                     // The runtime is ending.
                     Err(_) => return,

@@ -49,6 +49,8 @@ pub(super) struct Flows {
     last: u64,
     /// Largest number of unproven flows.
     max_unproven: usize,
+    /// True if a flow was displaced since the last call of [`Flows::take_displaced`].
+    has_displaced: bool,
 }
 
 struct Entry {
@@ -99,7 +101,14 @@ impl Flows {
             unproven: VecDeque::new(),
             last: 0,
             max_unproven: MAX_UNPROVEN / parts.max(1),
+            has_displaced: false,
         }
+    }
+
+    /// Returns true if a flow was displaced since the last call. Its task keeps the flow's socket open until the
+    /// runtime has run the task once more.
+    pub(super) fn take_displaced(&mut self) -> bool {
+        std::mem::take(&mut self.has_displaced)
     }
 
     /// Finds the flow of a packet, or opens a flow to the endpoint in the packet's connection id. `None` if the packet
@@ -256,6 +265,7 @@ impl Flows {
                 }
                 _ => {
                     self.flows.remove(&queued.key);
+                    self.has_displaced = true;
                     let metrics = &self.front.metrics;
                     metrics.refused(Entrance::Quic, Refusal::TooManyConnections);
                 }
