@@ -108,6 +108,8 @@ async fn taker(near: DuplexStream, inbound: &Arc<Inbound>) {
             number += 1;
         }
     }
+    // The transport keeps the chunk that it was writing, and a stream waits for its last chunk.
+    drop(taker);
     streams.join_all().await;
 }
 
