@@ -4,10 +4,9 @@ use std::collections::VecDeque;
 use std::os::fd::AsFd;
 use std::time::Duration;
 
-use nix::sys::socket::getsockopt;
 use tokio::time::Instant;
 
-use super::options::TcpInfo;
+use super::options::tcp_info;
 
 /// Time for which a sample counts.
 const WINDOW: Duration = Duration::from_secs(60);
@@ -70,7 +69,7 @@ impl Packets {
 
     /// Returns the kernel's counters of a TCP connection. `None` if the kernel does not report them.
     pub fn of_tcp(socket: &impl AsFd) -> Option<Self> {
-        let info = getsockopt(socket, TcpInfo).ok()?;
+        let info = tcp_info(socket).ok()?;
         Some(Self {
             sent: info.tcpi_data_segs_out.into(),
             lost: info.tcpi_total_retrans.into(),

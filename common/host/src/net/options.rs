@@ -1,10 +1,7 @@
-//! Socket options that no crate in use offers. This module has the only unsafe blocks of the programs: the block in
-//! `set`, and the blocks that the macro `nix::getsockopt_impl!` expands to.
+//! Socket options that no crate in use offers. This module has the only unsafe blocks of the programs.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd as _};
-
-use nix::sys::socket::sockopt::GetStruct;
 
 /// Sets the number of bytes that a stream socket must have received before it becomes readable
 /// (`SO_RCVLOWAT`, socket(7)). The end of the stream also makes the socket readable. Received bytes can be
@@ -32,18 +29,38 @@ pub fn set_ipv6_dont_fragment(socket: &impl AsFd, refuses: bool) -> io::Result<(
     )
 }
 
-/// Socket option that reads the kernel's state of a TCP connection (`TCP_INFO`, tcp(7)).
-#[derive(Clone, Copy, Debug)]
-pub struct TcpInfo;
+/// Returns the kernel's state of a TCP connection (`TCP_INFO`, tcp(7)). The structure has grown with Linux: the fields
+/// that the running kernel does not know are 0.
+///
+/// # Errors
+/// Fails if the descriptor is not a TCP socket.
+pub fn tcp_info(socket: &impl AsFd) -> io::Result<libc::tcp_info> {
+    first_of_tcp_info(socket, size_of::<libc::tcp_info>())
+}
 
-// `tcp_info` contains only numbers, so any bytes from the kernel are valid.
-nix::getsockopt_impl!(
-    TcpInfo,
-    libc::IPPROTO_TCP,
-    libc::TCP_INFO,
-    libc::tcp_info,
-    GetStruct<libc::tcp_info>
-);
+/// Reads the first `bytes` of the structure, as on an older kernel.
+fn first_of_tcp_info(socket: &impl AsFd, bytes: usize) -> io::Result<libc::tcp_info> {
+    // SAFETY: the structure contains only numbers, for which zeros are valid.
+    #[allow(unsafe_code, reason = "the structure has no safe constructor")]
+    let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
+    let mut length = bytes.min(size_of_val(&info)) as libc::socklen_t;
+    // SAFETY: the descriptor is borrowed and open. The kernel writes at most `length` bytes at the pointer, all inside
+    // the structure, for which any bytes are valid, and keeps no pointer.
+    #[allow(unsafe_code, reason = "a system call without a safe wrapper")]
+    let result = unsafe {
+        libc::getsockopt(
+            socket.as_fd().as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_INFO,
+            std::ptr::from_mut(&mut info).cast(),
+            &raw mut length,
+        )
+    };
+    match result {
+        0 => Ok(info),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
 
 fn set(
     socket: &impl AsFd,
@@ -109,6 +126,25 @@ mod tests {
         set_receive_low_water(&here, 1000).unwrap();
         drop(there);
         assert_eq!(here.read(&mut read).await.unwrap(), 0);
+    }
+
+    #[tokio::test]
+    async fn tcp_info_of_an_older_kernel_has_zeros_in_place_of_unknown_fields() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let mut here = TcpStream::connect(listener.local_addr().unwrap())
+            .await
+            .unwrap();
+        here.write_all(&[1]).await.unwrap();
+        let whole = tcp_info(&here).unwrap();
+        assert_eq!((whole.tcpi_state, whole.tcpi_data_segs_out), (1, 1));
+        // The structure had 104 bytes in Linux 2.6, and 232 in Linux 6.1.
+        for bytes in [0, 104, 192, 232] {
+            let info = first_of_tcp_info(&here, bytes).unwrap();
+            assert_eq!(info.tcpi_state, u8::from(bytes > 0), "{bytes}");
+            assert_eq!(info.tcpi_data_segs_out, u32::from(bytes >= 192), "{bytes}");
+        }
+        let socket = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+        tcp_info(&socket).unwrap_err();
     }
 
     #[tokio::test]

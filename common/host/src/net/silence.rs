@@ -8,9 +8,7 @@
 use std::os::fd::AsFd;
 use std::time::Duration;
 
-use nix::sys::socket::getsockopt;
-
-use super::options::TcpInfo;
+use super::options::tcp_info;
 
 /// Number of retransmissions of the same bytes before silence means a dead peer. A peer whose window turns
 /// out to be closed gets only one or two retransmissions, and then window probes; [`PROBES`] limits the
@@ -41,7 +39,7 @@ struct Seen {
 /// but answers probes is alive.
 pub fn is_gone(socket: &impl AsFd, patience: Duration) -> bool {
     // If the kernel does not report the state, TCP's own timeouts apply.
-    getsockopt(socket, TcpInfo).is_ok_and(|info| {
+    tcp_info(socket).is_ok_and(|info| {
         let seen = Seen {
             // The later of the two segments counts: a peer that only receives sends acknowledgements but no
             // data, and a peer that only sends data never acknowledges new bytes.
@@ -61,7 +59,7 @@ pub fn is_gone(socket: &impl AsFd, patience: Duration) -> bool {
 pub fn is_over(socket: &impl AsFd) -> bool {
     /// State `TCP_CLOSE` in Linux.
     const CLOSE: u8 = 7;
-    getsockopt(socket, TcpInfo).is_ok_and(|info| info.tcpi_state == CLOSE)
+    tcp_info(socket).is_ok_and(|info| info.tcpi_state == CLOSE)
 }
 
 impl Seen {
