@@ -15,8 +15,8 @@ use crate::entry::Entry;
 use crate::figures::{BULK_RATE, Figures, MIB, P50, P99};
 use crate::load::{Echo, percentiles};
 
-/// Time between the start of the bulk transfers and the start of the measurement.
-const RAMP: Duration = Duration::from_millis(500);
+/// Time between the start of the bulk transfers and the start of the measurement, on a loopback.
+pub(crate) const RAMP: Duration = Duration::from_millis(500);
 
 /// Number of bulk downloads that run beside an echo.
 const BESIDE: usize = 2;
@@ -112,14 +112,14 @@ async fn upload(entry: Entry, target: SocketAddr, moved: Arc<AtomicU64>) -> anyh
     Ok(())
 }
 
-/// Sends echoes on one connection for `time`, beside bulk downloads.
+/// Sends echoes on one connection for `time`, beside bulk downloads that started `ramp` before.
 pub(crate) async fn echo_beside(
     entry: &Entry,
     target: SocketAddr,
-    time: Duration,
+    [ramp, time]: [Duration; 2],
 ) -> anyhow::Result<Figures> {
     let mut bulk = Bulk::default().downloads(entry, target, BESIDE);
-    sleep(RAMP).await;
+    sleep(ramp).await;
     let mut echo = Echo::open(entry, target).await?;
     let mut times = Vec::new();
     let mark = bulk.mark();
@@ -158,7 +158,7 @@ mod tests {
         sleep(time).await;
         assert!(down.rate(time).await.unwrap() > 0.0);
         assert!(up.rate(time).await.unwrap() > 0.0);
-        let figures = echo_beside(&entry, target, time).await.unwrap();
+        let figures = echo_beside(&entry, target, [time; 2]).await.unwrap();
         assert!(figures.iter().all(|(_, value)| *value > 0.0), "{figures:?}");
     }
 

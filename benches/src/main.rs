@@ -46,6 +46,7 @@ mod openvpn;
 mod options;
 mod path;
 mod programs;
+mod ready;
 mod report;
 mod rows;
 mod runner;

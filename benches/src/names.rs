@@ -15,6 +15,10 @@ pub(crate) const OURS: &str = "ours";
 pub(crate) const STOCK: &str = "stock";
 /// Contender with our server and the stock agent or client.
 pub(crate) const OURS_STOCK: &str = "ours+stock";
+/// Contender with our programs and a QUIC link.
+pub(crate) const QUIC: &str = "quic";
+/// Contender with our programs, and with links that resume.
+pub(crate) const RESUME: &str = "resume";
 /// Contender without programs: the load goes straight to the endpoint.
 pub(crate) const DIRECT: &str = "direct";
 

@@ -4,6 +4,7 @@
 //! default, which this subcommand sets to `cubic`, the default of most distributions, or else to `reno`.
 
 use std::fmt::Write as _;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -15,16 +16,17 @@ use culvert_tests::link::{Conditions, FAR, Link};
 use culvert_tests::namespace::{self, hosts};
 use culvert_tests::{Executable, Mode, Topology, Transport};
 use serde_json::{Value, json};
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{sleep, timeout};
 
 use crate::bulk::{self, Bulk};
 use crate::endpoint::Endpoints;
 use crate::entry::Entry;
-use crate::figures::{MIB, P50};
+use crate::figures::{MIB, Metric, P50, P99};
 use crate::harness::{ask, harness};
-use crate::load::{self, Echo, Job, Work};
+use crate::load::{self, Job, Work};
 use crate::names::{AGENT, SERVER, STOCK};
 use crate::programs::Programs;
+use crate::ready::{PREFER_QUIC, carries, uses_quic};
 use crate::report::Machine;
 
 /// Defaults of the kernel that halve their rate at a loss. A network of its own accepts only those that the machine
@@ -36,10 +38,6 @@ const DEFAULT_FILE: &str = "/proc/sys/net/ipv4/tcp_congestion_control";
 
 /// Flags of production, as in `tunnel`.
 const AGENT_FLAGS: [&str; 3] = ["--v=1", "--sync-interval=1s", "--sync-interval-cap=10s"];
-
-/// Time limit for the tunnel to carry the first byte.
-const START_LIMIT: Duration = Duration::from_secs(60);
-const TRY_LIMIT: Duration = Duration::from_secs(10);
 
 /// Time between the start of bulk transfers and their measurement: fixed, and for each round trip.
 const RAMP: Duration = Duration::from_secs(1);
@@ -104,9 +102,8 @@ const CONTENDERS: [Contender; 4] = [
     Contender::Stock,
 ];
 
-/// Flags of [`Contender::Quic`]. Any port: the network belongs to this subcommand.
+/// Flag of [`Contender::Quic`]. Any port: the network belongs to this subcommand.
 const QUIC_PORT: &str = "--agent-quic-port=18443";
-const QUIC: &str = "--transport=quic";
 
 /// A measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -141,7 +138,7 @@ impl Contender {
     async fn start(self, programs: &Programs) -> anyhow::Result<(Topology, Entry)> {
         let [of_server, of_agent] = match self {
             Self::Ours(choice) => [(); 2].map(|()| Some(format!("--link-congestion={choice}"))),
-            Self::Quic => [QUIC_PORT, QUIC].map(|flag| Some(flag.to_owned())),
+            Self::Quic => [QUIC_PORT, PREFER_QUIC].map(|flag| Some(flag.to_owned())),
             Self::Stock => [None, None],
         };
         let [server, agent] = match (self, programs.stock) {
@@ -175,57 +172,53 @@ impl Contender {
 // === impl Row ===
 
 impl Row {
-    fn name(self) -> &'static str {
+    /// Returns the metrics of the row: rates in MiB/s, times in ms.
+    fn metrics(self) -> &'static [Metric] {
+        const DOWNLOAD: &[Metric] = &[Metric::higher("download, 1 connection, MiB/s")];
+        const DOWNLOADS: &[Metric] = &[Metric::higher("download, 8 connections, MiB/s")];
+        const UPLOAD: &[Metric] = &[Metric::higher("upload, 1 connection, MiB/s")];
+        const UPLOADS: &[Metric] = &[Metric::higher("upload, 8 connections, MiB/s")];
+        const BESIDE: &[Metric] = &[
+            Metric::lower("echo beside 2 downloads, p50 ms"),
+            Metric::lower("echo beside 2 downloads, p99 ms"),
+            Metric::higher("2 downloads beside echo, MiB/s"),
+        ];
+        const DIAL: &[Metric] = &[Metric::lower("dial + 1 byte, ms")];
         match self {
-            Self::Downloads(1) => "download, 1 connection, MiB/s",
-            Self::Downloads(_) => "download, 8 connections, MiB/s",
-            Self::Uploads(1) => "upload, 1 connection, MiB/s",
-            Self::Uploads(_) => "upload, 8 connections, MiB/s",
-            Self::EchoBeside => "echo beside 2 downloads, p50 ms",
-            Self::Dials => "dial + 1 byte, ms",
+            Self::Downloads(1) => DOWNLOAD,
+            Self::Downloads(_) => DOWNLOADS,
+            Self::Uploads(1) => UPLOAD,
+            Self::Uploads(_) => UPLOADS,
+            Self::EchoBeside => BESIDE,
+            Self::Dials => DIAL,
         }
     }
 
-    fn is_time(self) -> bool {
-        matches!(self, Self::EchoBeside | Self::Dials)
-    }
-
-    /// Returns how many times better `ours` is.
-    fn by(self, ours: f64, stock: f64) -> f64 {
-        match self.is_time() {
-            true => stock / ours,
-            false => ours / stock,
-        }
-    }
-
+    /// Returns a value for each of [`Self::metrics`].
     async fn measure(
         self,
         entry: &Entry,
-        endpoints: &Endpoints,
+        target: SocketAddr,
         [ramp, time]: [Duration; 2],
-    ) -> anyhow::Result<f64> {
-        let target = endpoints.lean();
-        match self {
-            Self::Downloads(count) => {
-                let mut load = Bulk::default().downloads(entry, target, count);
-                sleep(ramp).await;
-                Ok(load.rate(time).await? / MIB)
-            }
-            Self::Uploads(count) => {
-                let mut load = Bulk::default().uploads(entry, target, count);
-                sleep(ramp).await;
-                Ok(load.rate(time).await? / MIB)
-            }
+    ) -> anyhow::Result<Vec<f64>> {
+        let mut load = match self {
+            Self::Downloads(count) => Bulk::default().downloads(entry, target, count),
+            Self::Uploads(count) => Bulk::default().uploads(entry, target, count),
             Self::EchoBeside => {
-                let figures = bulk::echo_beside(entry, target, time).await?;
-                let p50 = figures.iter().find(|(metric, _)| *metric == P50);
-                Ok(p50.context("no echo")?.1 / 1000.0)
+                let figures = bulk::echo_beside(entry, target, [ramp, time]).await?;
+                let scaled = figures.into_iter().map(|(metric, value)| match metric {
+                    P50 | P99 => value / 1000.0,
+                    _ => value,
+                });
+                return Ok(scaled.collect());
             }
             Self::Dials => {
                 let done = load::run(entry, target, Job::new(Work::Dials, 1, DIALS)).await?;
-                Ok(done.elapsed.as_secs_f64() * 1000.0 / DIALS as f64)
+                return Ok(vec![done.elapsed.as_secs_f64() * 1000.0 / DIALS as f64]);
             }
-        }
+        };
+        sleep(ramp).await;
+        Ok(vec![load.rate(time).await? / MIB])
     }
 }
 
@@ -269,11 +262,11 @@ pub(crate) async fn run(options: Options) -> anyhow::Result<bool> {
                 ..Conditions::default()
             };
             let measured = measure(&options, &programs, conditions).await;
-            for (row, values) in measured? {
-                let (text, is_met) = line(row, &values);
+            for (metric, values) in measured? {
+                let (text, is_met) = line(metric, &values);
                 println!("{rtt:>6} {loss:>6}  {text}");
                 clean &= values.iter().all(Option::is_some) && (is_met || !options.strict);
-                lines.push(entry_of(*rtt, *loss, row, &values));
+                lines.push(entry_of(*rtt, *loss, metric, &values));
             }
         }
     }
@@ -294,13 +287,12 @@ async fn measure(
     options: &Options,
     programs: &Programs,
     conditions: Conditions,
-) -> anyhow::Result<Vec<(Row, Values)>> {
-    let is_wanted = |row: &Row| row.name().contains(&options.row);
-    let mut rows: Vec<(Row, Values)> = ROWS
-        .into_iter()
-        .filter(is_wanted)
-        .map(|row| (row, Values::new()))
-        .collect();
+) -> anyhow::Result<Vec<(Metric, Values)>> {
+    let is_wanted = |metric: &Metric| metric.name.contains(&options.row);
+    let mut rows = ROWS.to_vec();
+    rows.retain(|row| row.metrics().iter().any(is_wanted));
+    let metrics = rows.iter().flat_map(|row| row.metrics());
+    let mut lines: Vec<(Metric, Values)> = metrics.map(|metric| (*metric, Values::new())).collect();
     let times = [
         RAMP + 2 * RAMP_TRIPS * conditions.delay,
         Duration::from_secs(options.seconds),
@@ -312,63 +304,40 @@ async fn measure(
             Ok(started) => started,
             Err(error) => {
                 println!("FAILED {}: {error:#}", contender.name());
-                rows.iter_mut().for_each(|(_, values)| values.push(None));
+                lines.iter_mut().for_each(|(_, values)| values.push(None));
                 continue;
             }
         };
         let endpoints = Endpoints::start().await?;
-        carries(&entry, &endpoints).await?;
+        let target = endpoints.lean();
+        carries(&entry, target).await?;
         if contender == Contender::Quic {
-            uses_quic(&topology, &entry, &endpoints).await?;
+            uses_quic(&topology, &entry, target).await?;
         }
-        for (row, values) in &mut rows {
+        let mut values = lines.iter_mut().map(|(_, values)| values);
+        for row in &rows {
             let limit = LIMIT + times.iter().sum::<Duration>();
-            let measured = timeout(limit, row.measure(&entry, &endpoints, times)).await;
+            let measured = timeout(limit, row.measure(&entry, target, times)).await;
             let measured = measured.context("no result in time").flatten();
-            if let Err(error) = &measured {
-                println!("FAILED {}, {}: {error:#}", contender.name(), row.name());
+            let count = row.metrics().len();
+            let measured = match measured {
+                Ok(measured) => measured.into_iter().map(Some).collect(),
+                Err(error) => {
+                    println!("FAILED {}, {row:?}: {error:#}", contender.name());
+                    vec![None; count]
+                }
+            };
+            for (values, measured) in values.by_ref().take(count).zip(measured) {
+                values.push(measured);
             }
-            values.push(measured.ok());
         }
     }
-    Ok(rows)
-}
-
-/// Waits until a tunnel carries data.
-async fn carries(entry: &Entry, endpoints: &Endpoints) -> anyhow::Result<()> {
-    let begin = Instant::now();
-    loop {
-        let echo = timeout(TRY_LIMIT, Echo::proven(entry, endpoints.lean())).await;
-        match echo.context("no answer").flatten() {
-            Ok(_) => return Ok(()),
-            Err(error) if begin.elapsed() > START_LIMIT => return Err(error),
-            Err(_) => sleep(Duration::from_millis(100)).await,
-        }
-    }
-}
-
-/// Waits until new connections use QUIC.
-async fn uses_quic(
-    topology: &Topology,
-    entry: &Entry,
-    endpoints: &Endpoints,
-) -> anyhow::Result<()> {
-    let begin = Instant::now();
-    let opened = [("outcome", "opened")];
-    loop {
-        carries(entry, endpoints).await?;
-        let metrics = topology.server_metrics(0).await;
-        match metrics.value("culvert_quic_dials_total", &opened) {
-            Some(count) if count > 0.0 => return Ok(()),
-            _ => ensure!(begin.elapsed() < START_LIMIT, "no connection uses QUIC"),
-        }
-        sleep(Duration::from_millis(100)).await;
-    }
+    Ok(lines)
 }
 
 /// Formats a row. The second value is true if our programs with `auto` meet the target, or if there is nothing to compare.
-fn line(row: Row, values: &[Option<f64>]) -> (String, bool) {
-    let mut text = format!("{:31}", row.name());
+fn line(metric: Metric, values: &[Option<f64>]) -> (String, bool) {
+    let mut text = format!("{:31}", metric.name);
     for value in values {
         let value = value.map_or_else(|| "failed".to_owned(), |value| format!("{value:.2}"));
         let _ = write!(text, " {value:>13}");
@@ -376,19 +345,22 @@ fn line(row: Row, values: &[Option<f64>]) -> (String, bool) {
     let [_, Some(auto), _, Some(stock)] = *values else {
         return (text, true);
     };
-    let by = row.by(auto, stock);
+    let by = match metric.higher_is_better {
+        true => auto / stock,
+        false => stock / auto,
+    };
     let is_met = by >= TARGET;
     let verdict = if is_met { "met" } else { "MISSED" };
     let _ = write!(text, " {by:>9.2}  {verdict}");
     (text, is_met)
 }
 
-fn entry_of(rtt: u64, loss: f64, row: Row, values: &[Option<f64>]) -> Value {
+fn entry_of(rtt: u64, loss: f64, metric: Metric, values: &[Option<f64>]) -> Value {
     let samples = CONTENDERS.iter().zip(values);
     let samples: serde_json::Map<String, Value> = samples
         .map(|(contender, value)| (contender.name().to_owned(), json!(value)))
         .collect();
-    json!({ "rtt_ms": rtt, "loss_percent": loss, "row": row.name(), "values": samples })
+    json!({ "rtt_ms": rtt, "loss_percent": loss, "row": metric.name, "values": samples })
 }
 
 #[cfg(test)]
@@ -397,12 +369,13 @@ mod tests {
 
     #[test]
     fn larger_rates_and_smaller_times_meet_the_target() {
+        let [rate, time] = [Metric::higher("rate"), Metric::lower("time")];
         let values = [Some(1.0), Some(2.0), None, Some(4.0)];
-        let (text, is_met) = line(Row::Downloads(1), &values);
+        let (text, is_met) = line(rate, &values);
         assert!(!is_met && text.ends_with("0.50  MISSED"), "{text}");
-        let (text, is_met) = line(Row::Dials, &values);
+        let (text, is_met) = line(time, &values);
         assert!(is_met && text.ends_with("2.00  met"), "{text}");
-        let (text, _) = line(Row::Dials, &[None, Some(3.0), Some(2.0), None]);
+        let (text, _) = line(time, &[None, Some(3.0), Some(2.0), None]);
         assert!(text.ends_with("2.00        failed"), "{text}");
     }
 }

@@ -45,6 +45,11 @@ pub(crate) trait Scenario {
     /// Returns the reason if the contender cannot run on this machine.
     fn missing(&self, contender: Self::Contender) -> Option<&'static str>;
 
+    /// Returns true for a contender that is measured only if an option names it.
+    fn is_optional(_contender: Self::Contender) -> bool {
+        false
+    }
+
     /// Returns true if a row of this kind applies to the contender at this entry point.
     fn has(&self, front: Self::Front, kind: Self::Kind, contender: Self::Contender) -> bool;
 
@@ -105,7 +110,7 @@ pub(crate) async fn run<S: Scenario>(
     common.end(&report, &S::text(&report), S::PICTURE)
 }
 
-/// Returns the contenders that are in `wanted`, or all if `wanted` is empty, except missing ones.
+/// Returns the contenders that are in `wanted`, or all but the optional ones if `wanted` is empty. Leaves out missing ones.
 fn contenders<S: Scenario>(scenario: &S, wanted: &[String]) -> anyhow::Result<Vec<S::Contender>> {
     for name in wanted {
         let known = S::COMPARISON.contenders.contains(&name.as_str());
@@ -114,7 +119,11 @@ fn contenders<S: Scenario>(scenario: &S, wanted: &[String]) -> anyhow::Result<Ve
     let mut contenders = S::CONTENDERS.to_vec();
     contenders.retain(|contender| {
         let name = S::name(*contender);
-        if !wanted.is_empty() && !wanted.iter().any(|one| one == name) {
+        let is_wanted = match wanted {
+            [] => !S::is_optional(*contender),
+            wanted => wanted.iter().any(|one| one == name),
+        };
+        if !is_wanted {
             return false;
         }
         let missing = scenario.missing(*contender);

@@ -96,7 +96,7 @@ pub(crate) struct Options {
     front: Option<Front>,
 
     /// Measure only this contender (repeatable): ours, stock, ours+stock, stock+ours (server+agent), relay,
-    /// bare, rathole, direct
+    /// bare, rathole, direct; only if named: quic and resume, our pair with a QUIC link and with --resume-grace
     #[arg(long = "contender", value_name = "NAME")]
     contenders: Vec<String>,
 }
@@ -153,6 +153,10 @@ impl Scenario for Lab {
         contender.name
     }
 
+    fn is_optional(contender: Contender) -> bool {
+        contender.is_optional()
+    }
+
     fn missing(&self, contender: Contender) -> Option<&'static str> {
         contender.missing(&self.programs)
     }
@@ -163,6 +167,9 @@ impl Scenario for Lab {
         let pairs_only = kind == Kind::LostAgent && !contender.is_pair();
         let suits = (contender.has_programs() || kind.suits_direct()) && !pairs_only;
         let far = matches!(kind, Kind::Far(_)) && !contender.has_programs();
+        // The simulated path carries TCP only, and a new agent begins with TCP.
+        let needs_tcp = matches!(kind, Kind::Far(_) | Kind::LostAgent);
+        let suits = suits && (!needs_tcp || contender.is_over_tcp());
         suits && (contender.is_pair() || front == Front::Connect || far)
     }
 
@@ -185,7 +192,7 @@ impl Scenario for Lab {
                 let work = async |job| self.work(entry, job).await;
                 measure::load(running, first, self.seconds, work).await
             }
-            Kind::EchoBesideBulk => bulk::echo_beside(entry, target, time).await,
+            Kind::EchoBesideBulk => bulk::echo_beside(entry, target, [bulk::RAMP, time]).await,
             Kind::Stalled => {
                 let time = rows::crowd_time(self.seconds);
                 stalled::measure(&CROWD, entry, &self.endpoints, time).await

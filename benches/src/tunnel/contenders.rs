@@ -16,8 +16,9 @@ use culvert_tests::{Executable, Mode, Program, Topology, Transport};
 use crate::entry::Entry;
 use crate::harness::{ask, harness};
 use crate::measure::Subject;
-use crate::names::{AGENT, DIRECT, OURS, OURS_STOCK, SERVER, STOCK};
+use crate::names::{AGENT, DIRECT, OURS, OURS_STOCK, QUIC, RESUME, SERVER, STOCK};
 use crate::programs::Programs;
+use crate::ready::{PREFER_QUIC, uses_quic};
 use crate::tunnel::delay::{Delay, Path};
 use crate::tunnel::relay::{self, Relay};
 
@@ -30,6 +31,9 @@ const AGENT_FLAGS: [&str; 4] = [
     "--sync-interval-cap=10s",
     "--probe-interval=1s",
 ];
+
+/// Flag of both programs for [`Link::Resumable`].
+const RESUME_GRACE: &str = "--resume-grace=30s";
 
 /// Maker of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,11 +58,26 @@ impl Make {
     }
 }
 
+/// The link between a server and an agent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Link {
+    /// The default.
+    Tcp,
+    /// New connections use QUIC. Only for our programs.
+    Quic,
+    /// TCP, resumed after a cut. Only for our programs.
+    Resumable,
+}
+
 /// Programs of a contender.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     /// A server and an agent.
-    Pair { server: Make, agent: Make },
+    Pair {
+        server: Make,
+        agent: Make,
+        link: Link,
+    },
     /// A relay, which leads to one endpoint only.
     Relay(relay::Kind),
     /// No program: the load goes straight to the endpoint.
@@ -76,7 +95,22 @@ pub(super) struct Contender {
 const fn pair(name: &'static str, server: Make, agent: Make) -> Contender {
     Contender {
         name,
-        kind: Kind::Pair { server, agent },
+        kind: Kind::Pair {
+            server,
+            agent,
+            link: Link::Tcp,
+        },
+    }
+}
+
+const fn ours(name: &'static str, link: Link) -> Contender {
+    Contender {
+        name,
+        kind: Kind::Pair {
+            server: Make::Ours,
+            agent: Make::Ours,
+            link,
+        },
     }
 }
 
@@ -90,8 +124,8 @@ pub(super) const BARE: &str = "bare";
 pub(super) const RATHOLE: &str = "rathole";
 
 /// All contenders, ours first.
-pub(super) const CONTENDERS: [Contender; 8] = [
-    pair(OURS, Make::Ours, Make::Ours),
+pub(super) const CONTENDERS: [Contender; 10] = [
+    ours(OURS, Link::Tcp),
     pair(STOCK, Make::Stock, Make::Stock),
     pair(OURS_STOCK, Make::Ours, Make::Stock),
     pair(STOCK_OURS, Make::Stock, Make::Ours),
@@ -107,6 +141,8 @@ pub(super) const CONTENDERS: [Contender; 8] = [
         name: RATHOLE,
         kind: Kind::Relay(relay::Kind::Rathole),
     },
+    ours(QUIC, Link::Quic),
+    ours(RESUME, Link::Resumable),
     Contender {
         name: DIRECT,
         kind: Kind::Direct,
@@ -117,7 +153,7 @@ impl Contender {
     /// Returns the reason if the contender cannot run on this machine.
     pub(super) fn missing(&self, programs: &Programs) -> Option<&'static str> {
         match self.kind {
-            Kind::Pair { server, agent } => {
+            Kind::Pair { server, agent, .. } => {
                 let needs_stock = [server, agent].contains(&Make::Stock);
                 (needs_stock && programs.stock.is_none()).then_some("needs Go")
             }
@@ -129,6 +165,22 @@ impl Contender {
     /// Returns true for a server and an agent. Other contenders have no front end.
     pub(super) fn is_pair(&self) -> bool {
         matches!(self.kind, Kind::Pair { .. })
+    }
+
+    /// Returns true if the contender is measured only if an option names it.
+    pub(super) fn is_optional(&self) -> bool {
+        matches!(self.kind, Kind::Pair { link, .. } if link != Link::Tcp)
+    }
+
+    /// Returns true unless connections use QUIC.
+    pub(super) fn is_over_tcp(&self) -> bool {
+        !matches!(
+            self.kind,
+            Kind::Pair {
+                link: Link::Quic,
+                ..
+            }
+        )
     }
 
     /// Returns true if the contender has processes with processor time and memory.
@@ -177,10 +229,18 @@ impl Tunnel {
         path: Option<Path>,
     ) -> anyhow::Result<Self> {
         match contender.kind {
-            Kind::Pair { server, agent } => {
+            Kind::Pair {
+                server,
+                agent,
+                link,
+            } => {
                 let server = server.executable(programs, SERVER, |stock| &stock.proxy_server)?;
                 let agent = agent.executable(programs, AGENT, |stock| &stock.proxy_agent)?;
-                Self::pair(server, [agent].into(), mode, path).await
+                let tunnel = Self::pair(server, [agent].into(), link, mode, path).await?;
+                if let (Link::Quic, Parts::Pair(topology)) = (link, &tunnel.parts) {
+                    uses_quic(topology, &tunnel.entry, target).await?;
+                }
+                Ok(tunnel)
             }
             Kind::Relay(kind) => {
                 let mut ports = Ports::default();
@@ -214,17 +274,23 @@ impl Tunnel {
         mode: Mode,
         programs: &Programs,
     ) -> anyhow::Result<Self> {
-        let Kind::Pair { server, agent } = contender.kind else {
+        let Kind::Pair {
+            server,
+            agent,
+            link,
+        } = contender.kind
+        else {
             bail!("not a pair");
         };
         let server = server.executable(programs, SERVER, |stock| &stock.proxy_server)?;
         let agent = agent.executable(programs, AGENT, |stock| &stock.proxy_agent)?;
-        Self::pair(server, vec![agent.clone(), agent], mode, None).await
+        Self::pair(server, vec![agent.clone(), agent], link, mode, None).await
     }
 
     async fn pair(
         server: Executable,
         agents: Vec<Executable>,
+        link: Link,
         mode: Mode,
         path: Option<Path>,
     ) -> anyhow::Result<Self> {
@@ -240,6 +306,19 @@ impl Tunnel {
             server_port = format!("--proxy-server-port={}", delay.address().port());
             server_flags.push(&agent_port);
             agent_flags.push(&server_port);
+        }
+        let quic_port;
+        match link {
+            Link::Tcp => {}
+            Link::Quic => {
+                quic_port = format!("--agent-quic-port={}", ports.next_port());
+                server_flags.push(&quic_port);
+                agent_flags.push(PREFER_QUIC);
+            }
+            Link::Resumable => {
+                server_flags.push(RESUME_GRACE);
+                agent_flags.push(RESUME_GRACE);
+            }
         }
         let mut builder = Topology::builder(mode, Transport::Uds).server(server, &server_flags);
         for agent in agents {

@@ -4,7 +4,7 @@ use crate::figures::{
     AGENT_MEMORY, CPU_BY_BEFORE, CPU_PER_DIAL, CPU_PER_GIB, DIAL_BY_BEFORE, ECHO_BY_BEFORE,
     IDLE_MEMORY, MEMORY_START, Metric, P50, P99, RATE, RATIO_STALLED,
 };
-use crate::names::{self, BULK, DIALS, DIRECT, ECHOES, OURS, OURS_STOCK, STOCK};
+use crate::names::{self, BULK, DIALS, DIRECT, ECHOES, OURS, OURS_STOCK, QUIC, RESUME, STOCK};
 use crate::report::Comparison;
 use crate::targets::{Bound, Target};
 use crate::tunnel::contenders::{BARE, RATHOLE, RELAY, STOCK_OURS};
@@ -13,7 +13,7 @@ use crate::tunnel::rows::LOST;
 /// Server and agent, compared with the stock pair and with the cost of TLS alone.
 pub(crate) static COMPARISON: Comparison = Comparison {
     contenders: &[
-        OURS, STOCK, OURS_STOCK, STOCK_OURS, RELAY, BARE, RATHOLE, DIRECT,
+        OURS, STOCK, OURS_STOCK, STOCK_OURS, RELAY, BARE, RATHOLE, QUIC, RESUME, DIRECT,
     ],
     everyone_by: STOCK,
     ours_by: RELAY,
@@ -23,6 +23,8 @@ pub(crate) static COMPARISON: Comparison = Comparison {
         ("s+o/st", STOCK_OURS, STOCK),
         ("ours/relay", OURS, RELAY),
         ("ours/bare", OURS, BARE),
+        ("quic/ours", QUIC, OURS),
+        ("res/ours", RESUME, OURS),
     ],
     targets: &TARGETS,
     notes: &[],
@@ -74,6 +76,15 @@ const fn mixed(contender: &'static str, metric: Metric, bound: Bound) -> Target 
     }
 }
 
+/// A target for another kind of link between our programs, relative to a TCP link that does not resume.
+const fn link(contender: &'static str, bound: f64) -> Target {
+    Target {
+        contender,
+        against: Some(OURS),
+        ..ours(None, BULK, CPU_PER_GIB, Bound::AtMost(bound))
+    }
+}
+
 /// An absolute target for ours.
 const fn alone(rows: &'static [&'static str], metric: Metric, bound: f64) -> Target {
     Target {
@@ -100,7 +111,7 @@ const fn beside(front: Option<&'static str>, metric: Metric, bound: f64) -> Targ
 }
 
 /// Targets of `tunnel`.
-const TARGETS: [Target; 34] = [
+const TARGETS: [Target; 36] = [
     ours(CONNECT, BULK, CPU_PER_GIB, Bound::AtMost(0.20)),
     Target {
         against: Some(RELAY),
@@ -117,6 +128,8 @@ const TARGETS: [Target; 34] = [
     ours(None, ECHOES, P50, Bound::AtMost(0.40)),
     near_bare(ECHOES, P50),
     near_bare(DIALS, CPU_PER_DIAL),
+    link(QUIC, 1.7),
+    link(RESUME, 1.1),
     ours(None, BESIDE, P50, Bound::AtMost(0.125)),
     ours(None, BESIDE, P99, Bound::AtMost(0.25)),
     Target {
