@@ -1,22 +1,22 @@
-//! The load of agent connections: dials, connections, and clients on their threads.
+//! The load of agent connections and threads: dials, connections, and clients.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use culvert_host::runtime::shards::ShardId;
 
-/// Number of dials and connections of an agent connection.
+/// Number of dials and connections of an agent connection, or of clients on a thread.
 #[derive(Default)]
 pub(crate) struct Load(Arc<AtomicUsize>);
 
-/// Counts a dial and its connection until dropped.
+/// Counts a dial and its connection, or a client, until dropped.
 pub(crate) struct LoadGuard(Arc<AtomicUsize>);
 
 /// Place of a client on a thread, until dropped.
 pub struct ClientSeat {
     /// The thread.
     pub shard: ShardId,
-    /// Counts the client among the clients of a peer.
+    /// Counts the client among the clients of the thread. `None` if the tunnel does not count clients.
     _counted: Option<LoadGuard>,
 }
 

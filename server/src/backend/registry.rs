@@ -8,6 +8,7 @@
 
 mod group;
 mod places;
+mod seats;
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
@@ -25,6 +26,7 @@ use self::group::{Conditions, Group};
 pub(crate) use self::places::MAX_STREAMS;
 use self::places::Places;
 pub(crate) use self::places::{NoPlace, Place};
+use self::seats::Seats;
 use super::Backend;
 use super::load::{ClientSeat, Load, LoadGuard};
 use crate::metrics::{ServerMetrics, Strategy};
@@ -58,6 +60,7 @@ struct Agents {
     by_host: HashMap<String, Group>,
     /// Networks of each prefix length.
     by_network: BTreeMap<u8, HashMap<IpNet, Group>>,
+    seats: Seats,
 }
 
 /// An agent connection.
@@ -67,8 +70,6 @@ struct Entry {
     shard: Option<ShardId>,
     /// Number of dials and connections.
     load: Load,
-    /// Number of clients that were placed on the agent's shard.
-    seats: Load,
     /// Place of the agent connection; `None` once another agent connection has taken the place.
     place: Mutex<Option<Place>>,
 }
@@ -149,7 +150,6 @@ impl Registry {
             stream,
             shard: Shards::current(),
             load: Load::default(),
-            seats: Load::default(),
             place: Mutex::new(Some(place)),
         });
         let mut agents = self.agents.lock();
@@ -180,16 +180,11 @@ impl Registry {
             .collect()
     }
 
-    /// Returns a seat for a new client on the shard of an agent with few clients. Returns `None` without agents.
+    /// Returns a seat for a new client on a shard that serves agents. Few agents count only if they are healthy; of many
+    /// agents, each shard has about the same share of those that are not. Returns `None` without agents.
     pub(crate) fn seat(&self) -> Option<ClientSeat> {
         let agents = self.agents.lock();
-        let entry = agents.all.choose(&Conditions {
-            here: None,
-            tried: &[],
-            limit: usize::MAX,
-            load: |entry| entry.seats.get(),
-        })?;
-        Some(ClientSeat::counted(entry.shard?, entry.seats.enter()))
+        agents.seats.take(agents.all.healthy_shards().as_deref())
     }
 
     /// Returns the agents that may serve a dial of the address. Returns `None` if no strategy has an agent.
@@ -212,7 +207,6 @@ impl Registry {
             here: Shards::current(),
             tried,
             limit: self.limits.connections,
-            load: |entry| entry.load.get(),
         })?;
         Some(Chosen {
             stream: entry.stream.clone(),
@@ -252,6 +246,9 @@ impl Agents {
     fn add(&mut self, entry: &Arc<Entry>) {
         let identifiers = &entry.stream.hello().identifiers;
         self.all.add(entry.clone());
+        if let Some(shard) = entry.shard {
+            self.seats.add_agent(shard);
+        }
         if identifiers.default_route {
             self.with_default_route.add(entry.clone());
         }
@@ -272,6 +269,9 @@ impl Agents {
     }
 
     fn remove(&mut self, entry: &Entry) {
+        if let Some(shard) = entry.shard {
+            self.seats.remove_agent(shard);
+        }
         for group in [
             &mut self.all,
             &mut self.with_default_route,

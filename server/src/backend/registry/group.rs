@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use culvert_host::runtime::shards::ShardId;
-use rand::seq::index::sample;
+use rand::seq::index::sample_array;
 
 use super::Entry;
 use crate::backend::Rank;
@@ -35,14 +35,11 @@ pub(super) struct Conditions<'a> {
     pub tried: &'a [u64],
     /// Load at which an entry is full.
     pub limit: usize,
-    /// Load of an entry.
-    pub load: fn(&Entry) -> usize,
 }
 
-/// Order of candidates for a dial; smaller is better.
+/// Order of agents of the same rank; smaller is better.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 struct Preference {
-    rank: Rank,
     is_remote: bool,
     load: usize,
     /// Random number, so that equal candidates get equal shares.
@@ -98,6 +95,19 @@ impl Group {
         }
     }
 
+    /// Returns the shards of the healthy agent connections of a small group. Returns `None` for a large group, or without a
+    /// healthy agent.
+    pub(super) fn healthy_shards(&self) -> Option<Vec<ShardId>> {
+        if self.members.len() > CHOICES {
+            return None;
+        }
+        let healthy = self
+            .entries()
+            .filter(|entry| entry.stream.health() == Health::Healthy);
+        let shards: Vec<ShardId> = healthy.filter_map(|entry| entry.shard).collect();
+        (!shards.is_empty()).then_some(shards)
+    }
+
     pub(super) fn entries(&self) -> impl Iterator<Item = &Arc<Entry>> {
         self.members.iter().flat_map(|member| &member.entries)
     }
@@ -117,53 +127,67 @@ impl Group {
     /// Chooses the best entry. Compares all agents of a small group; in a large group, some agents at random, and
     /// all only if none of those is healthy.
     pub(super) fn choose(&self, conditions: &Conditions<'_>) -> Option<&Arc<Entry>> {
-        if self.members.len() > CHOICES {
-            let picks = sample(&mut rand::rng(), self.members.len(), CHOICES);
-            let some = picks.iter().filter_map(|at| self.members.get(at));
-            if let Some((preference, entry)) = best(some, conditions)
-                && preference.rank.health() == Health::Healthy
-            {
-                return Some(entry);
-            }
+        self.choose_healthy(conditions).or_else(|| {
+            let candidates = self.members.iter().filter_map(|member| {
+                let (rank, entry) = member.candidate(conditions)?;
+                Some(((rank, Preference::of(entry, conditions)), entry))
+            });
+            let best = candidates.min_by(|(a, _), (b, _)| a.cmp(b));
+            best.map(|(_, entry)| entry)
+        })
+    }
+
+    /// Compares some agents of a large group by shard and load, and returns the first healthy agent in this order. Reads as
+    /// few ranks as possible: a rank is spread over an agent's memory, which is rarely in the processor's cache if there are
+    /// many agents.
+    fn choose_healthy(&self, conditions: &Conditions<'_>) -> Option<&Arc<Entry>> {
+        if self.members.len() <= CHOICES {
+            return None;
         }
-        best(self.members.iter(), conditions).map(|(_, entry)| entry)
+        let picks: [usize; CHOICES] = sample_array(&mut rand::rng(), self.members.len())?;
+        let mut picks = picks.map(|at| {
+            let entry = self.members.get(at).and_then(|member| {
+                let [only] = member.entries.as_slice() else {
+                    return Some(member.candidate(conditions)?.1);
+                };
+                Some(only)
+            });
+            (entry.map(|entry| Preference::of(entry, conditions)), at)
+        });
+        picks.sort_unstable();
+        let candidates = picks
+            .iter()
+            .filter_map(|(_, at)| self.members.get(*at)?.candidate(conditions));
+        let mut healthy = candidates.filter(|(rank, _)| rank.health() == Health::Healthy);
+        healthy.next().map(|(_, entry)| entry)
     }
 }
 
-/// Returns the best candidate of some agents.
-fn best<'a>(
-    members: impl Iterator<Item = &'a Member>,
-    conditions: &Conditions<'_>,
-) -> Option<(Preference, &'a Arc<Entry>)> {
-    let candidates = members.filter_map(|member| member.candidate(conditions));
-    candidates.min_by(|(a, _), (b, _)| a.cmp(b))
+// === impl Preference ===
+
+impl Preference {
+    fn of(entry: &Entry, conditions: &Conditions<'_>) -> Self {
+        Self {
+            is_remote: entry.shard != conditions.here,
+            load: entry.load.get(),
+            lot: rand::random(),
+        }
+    }
 }
 
 // === impl Member ===
 
 impl Member {
-    /// Returns the agent's best connection: of equal connections, the oldest.
-    fn candidate(&self, conditions: &Conditions<'_>) -> Option<(Preference, &Arc<Entry>)> {
-        let Conditions {
-            here,
-            tried,
-            limit,
-            load,
-        } = *conditions;
+    /// Returns the agent's best connection, and its rank: of equal connections, the oldest.
+    fn candidate(&self, conditions: &Conditions<'_>) -> Option<(Rank, &Arc<Entry>)> {
+        let Conditions { tried, limit, .. } = *conditions;
         let entries = self.entries.iter();
         let usable = entries.filter(|entry| {
             let is_new = !tried.contains(&entry.stream.serial());
-            is_new && load(entry) < limit && !entry.stream.is_gone()
+            is_new && entry.load.get() < limit && !entry.stream.is_gone()
         });
-        let (rank, entry) = usable
+        usable
             .map(|entry| (entry.stream.rank(), entry))
-            .min_by_key(|(rank, _)| *rank)?;
-        let preference = Preference {
-            rank,
-            is_remote: entry.shard != here,
-            load: load(entry),
-            lot: rand::random(),
-        };
-        Some((preference, entry))
+            .min_by_key(|(rank, _)| *rank)
     }
 }

@@ -285,31 +285,37 @@ fn full_agent_is_no_other_agent_for_a_dial() {
 }
 
 #[test]
-fn clients_that_arrive_before_their_dials_are_spread_over_the_agents() {
+fn clients_that_arrive_before_their_dials_are_spread_over_the_shards_of_agents() {
+    let runtimes = [(); 3].map(|()| tokio::runtime::Builder::new_current_thread().build());
     let mut world = World::new(&[Strategy::Default]);
-    for id in ["a", "b"] {
-        world.connect(id, "");
-    }
-    let choose = || {
-        let agents = world.registry.agents.lock();
-        let conditions = Conditions {
-            here: None,
-            tried: &[],
-            limit: usize::MAX,
-            load: |entry| entry.seats.get(),
-        };
-        agents.all.choose(&conditions).unwrap().seats.enter()
-    };
-    let seats: Vec<_> = (0..100).map(|_| choose()).collect();
-    let count = || -> Vec<usize> {
-        let agents = world.registry.agents.lock();
-        agents
-            .all
-            .entries()
-            .map(|entry| entry.seats.get())
-            .collect()
-    };
-    assert_eq!(count(), [50, 50]);
-    drop(seats);
-    assert_eq!(count(), [0, 0]);
+    assert!(world.registry.seat().is_none());
+    // Two agents on the first shard, one on the second, none on the third.
+    let of_agents = [
+        ("a", &runtimes[0]),
+        ("b", &runtimes[0]),
+        ("c", &runtimes[1]),
+    ];
+    let [a, b, c] = of_agents.map(|(id, runtime)| {
+        let _on = runtime.as_ref().unwrap().enter();
+        world.connect(id, "")
+    });
+    let shards = runtimes.each_ref().map(|runtime| {
+        let _on = runtime.as_ref().unwrap().enter();
+        Shards::current().unwrap()
+    });
+    let seats: Vec<_> = (0..99).map(|_| world.registry.seat().unwrap()).collect();
+    let count = |shard| seats.iter().filter(|seat| seat.shard == shard).count();
+    assert_eq!(shards.map(count), [66, 33, 0]);
+    // The agents of the first shard drain, and then leave.
+    let shard = |world: &World| world.registry.seat().map(|seat| seat.shard);
+    a.abandon();
+    b.abandon();
+    assert_eq!(shard(&world), Some(shards[1]));
+    c.abandon();
+    assert!(shard(&world).is_some());
+    world.leave("a");
+    world.leave("b");
+    assert_eq!(shard(&world), Some(shards[1]));
+    world.leave("c");
+    assert_eq!(shard(&world), None);
 }
