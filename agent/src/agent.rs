@@ -69,8 +69,9 @@ impl Agent {
     /// # Errors
     /// Returns the error for the server, once it is logged and counted.
     pub(crate) async fn dial(&self, protocol: &str, address: &str) -> Result<TcpStream, DialError> {
-        let dialed = dial_permitted(protocol, address, DIAL_TIMEOUT, &self.destinations).await;
-        dialed.inspect_err(|error| {
+        // Boxed, because a dial needs more memory than the connection after it.
+        let dialed = dial_permitted(protocol, address, DIAL_TIMEOUT, &self.destinations);
+        Box::pin(dialed).await.inspect_err(|error| {
             match error.denial {
                 Some(_) => warn!(address, error = error.text, "dial denied"),
                 None => debug!(address, error = error.text, "dial failed"),

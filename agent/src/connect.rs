@@ -444,7 +444,8 @@ impl Connector {
             timeout: PING_TIMEOUT,
         };
         let opened = Opener::for_packets(tls, inbound, pings).await;
-        let (requests, opener) = opened.map_err(|error| ConnectError::Http(error.to_string()))?;
+        let (requests, mut opener) =
+            opened.map_err(|error| ConnectError::Http(error.to_string()))?;
         self.agent.tasks.spawn(async move {
             tokio::select! {
                 ended = opener.run() => if let Err(error) = ended {

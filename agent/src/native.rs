@@ -1,7 +1,7 @@
 //! A native connection to one server. Accepts the server's streams; see [`culvert_native`].
 
 use std::future::{pending, poll_fn};
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -18,7 +18,7 @@ use culvert_stream::connection::run_connection;
 use culvert_stream::io::{ReadSource, WriteSink, linger_close};
 use culvert_stream::{CloseReason, Dial, HALF_OPEN_IDLE, Sink, Source, log_closed};
 use h2::server::SendResponse;
-use http::{Method, Request, Response, StatusCode};
+use http::{Method, Response, StatusCode};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::sync::watch;
@@ -110,9 +110,13 @@ impl NativeServer {
         }
     }
 
-    async fn serve(self: Arc<Self>, (request, mut respond): Incoming) {
+    async fn serve(self: Arc<Self>, incoming: Incoming) {
+        let (request, mut respond) = incoming;
         match (request.method(), request.uri().path()) {
-            (&Method::CONNECT, _) => self.connect(request, respond).await,
+            (&Method::CONNECT, _) => {
+                let dial = message::dial_of(&request);
+                self.connect(dial, request.into_body(), respond).await;
+            }
             (&Method::GET, CONTROL_PATH) => self.control(request.into_body(), respond).await,
             // A request type that this version does not know.
             _ => drop(respond.send_response(status(StatusCode::NOT_FOUND), true)),
@@ -161,12 +165,11 @@ impl NativeServer {
         self.agent.metrics.streams.count_as(segment, packet);
     }
 
-    async fn connect(&self, request: Request<h2::RecvStream>, mut respond: SendResponse<Chunk>) {
+    async fn connect(&self, dial: Dial, receive: h2::RecvStream, mut respond: SendResponse<Chunk>) {
         // Counted from the start of the dial, so that a drained agent does not exit during a dial.
         let _active = self.agent.activity();
         let metrics = &self.agent.metrics;
         self.count(Segment::ToAgent, PacketType::DialReq);
-        let dial = message::dial_of(&request);
         let started = Instant::now();
         let dialed = tokio::select! {
             dialed = self.agent.dial(&dial.protocol, &dial.address) => dialed,
@@ -185,9 +188,8 @@ impl NativeServer {
                     return;
                 };
                 let inbound = self.inbound.clone();
-                let receive = request.into_body();
                 let server = halves(send, receive, inbound, CloseReason::ServerLost);
-                let cut = self.agent.server_lost(&self.ended);
+                let cut = pin!(self.agent.server_lost(&self.ended));
                 let tasks = &self.agent.tasks;
                 let end = |sink: NativeSink, reason| sink.end(reason, tasks);
                 carry(&self.agent, socket, server, &dial, cut, end).await;
@@ -202,18 +204,19 @@ impl NativeServer {
 
 /// Carries a connection between a server and the socket of an endpoint, until it ends or `cut` resolves. `end` reports
 /// the close reason to the server.
+///
+/// `cut` is pinned by the caller, as for [`run_connection`].
 pub(crate) async fn carry<S: Source, K: Sink>(
     agent: &Agent,
     socket: TcpStream,
     (mut server_source, mut server_sink): (S, K),
     dial: &Dial,
-    cut: impl Future<Output = CloseReason>,
+    cut: Pin<&mut impl Future<Output = CloseReason>>,
     end: impl FnOnce(K, CloseReason),
 ) {
     let (read, write) = socket.into_split();
     let mut source = ReadSource::new(read, Bytes::new(), CloseReason::EndpointLost);
     let mut sink = WriteSink::new(write, CloseReason::EndpointLost);
-    let cut = pin!(cut);
     let ended = run_connection(
         (&mut server_source, &mut server_sink),
         (&mut source, &mut sink),

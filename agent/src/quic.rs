@@ -3,6 +3,7 @@
 
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -387,12 +388,12 @@ async fn serve(
                 return;
             }
             let evicted = source.cut();
-            let cut = async {
+            let cut = pin!(async {
                 tokio::select! {
                     reason = agent.server_lost(&ended) => reason,
                     () = evicted.due() => CloseReason::BufferExceeded,
                 }
-            };
+            });
             let end = |sink: QuicSink, reason| sink.end(reason, &agent.tasks);
             carry(&agent, socket, (source, sink), &dial, cut, end).await;
         }

@@ -63,24 +63,21 @@ impl Frontend {
         dial: &Dial,
         client: (&mut S, &mut K),
         client_gone: impl Future<Output = ()>,
-        connection: Connection,
+        mut connection: Box<Connection>,
     ) -> CloseReason {
-        let Connection {
-            mut source,
-            mut sink,
-            cut,
-        } = connection;
-        let cut = pin!(async {
-            tokio::select! {
-                reason = cut.due() => reason,
-                () = client_gone => CloseReason::ClientLost,
-                () = self.shutdown.cancelled() => CloseReason::Shutdown,
-            }
-        });
-        let bytes = self.metrics.streams.both_directions();
-        let endpoint = (&mut source, &mut sink);
-        let ended = run_connection(client, endpoint, bytes, HALF_OPEN_IDLE, cut).await;
-        let reason = ended.reason;
+        let ended = {
+            let Connection { source, sink, cut } = &mut *connection;
+            let cut = pin!(async {
+                tokio::select! {
+                    reason = cut.due() => reason,
+                    () = client_gone => CloseReason::ClientLost,
+                    () = self.shutdown.cancelled() => CloseReason::Shutdown,
+                }
+            });
+            let bytes = self.metrics.streams.both_directions();
+            run_connection(client, (source, sink), bytes, HALF_OPEN_IDLE, cut).await
+        };
+        let (reason, sink) = (ended.reason, connection.sink);
         if ended.is_overdue() {
             warn!(
                 connection = id,

@@ -7,6 +7,7 @@ use std::convert::Infallible;
 use std::fmt::Display;
 use std::io;
 use std::net::SocketAddr;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -208,18 +209,20 @@ impl ListenerContext {
             let service = service.clone();
             async move { Ok::<_, Infallible>(grpc::answer(&service, request).await) }
         });
-        let connection = http2::Builder::new(TrackedExecutor(self.tasks.clone()))
-            .timer(TokioTimer::new())
-            .initial_stream_window_size(CLIENT_WINDOW_BYTES)
-            .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
-            .max_frame_size(FRAME_BYTES)
-            .max_header_list_size(HEADER_BYTES)
-            .max_concurrent_streams(None)
-            .keep_alive_interval(self.keepalive)
-            .keep_alive_timeout(PING_TIMEOUT)
-            // gRPC servers send no Date header.
-            .auto_date_header(false)
-            .serve_connection(TokioIo::new(io), service);
+        let connection = pin!(
+            http2::Builder::new(TrackedExecutor(self.tasks.clone()))
+                .timer(TokioTimer::new())
+                .initial_stream_window_size(CLIENT_WINDOW_BYTES)
+                .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
+                .max_frame_size(FRAME_BYTES)
+                .max_header_list_size(HEADER_BYTES)
+                .max_concurrent_streams(None)
+                .keep_alive_interval(self.keepalive)
+                .keep_alive_timeout(PING_TIMEOUT)
+                // gRPC servers send no Date header.
+                .auto_date_header(false)
+                .serve_connection(TokioIo::new(io), service)
+        );
         tokio::select! {
             () = self.ends_or_asks(connection, &asked, peer) => {}
             () = self.shutdown.cancelled() => {}
@@ -230,7 +233,7 @@ impl ListenerContext {
     /// a request is counted and logged.
     async fn ends_or_asks<E: Display>(
         &self,
-        connection: impl Future<Output = Result<(), E>>,
+        connection: Pin<&mut impl Future<Output = Result<(), E>>>,
         asked: &AtomicBool,
         peer: &str,
     ) {

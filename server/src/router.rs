@@ -99,16 +99,18 @@ impl Router {
 
     /// Opens a connection. Dropping the future cancels the dial.
     ///
+    /// Returns a box, because each future that passes the connection on would reserve memory for a whole connection.
+    ///
     /// # Errors
     /// Returns [`DialError`]; its text is sent to the client.
-    pub(crate) async fn dial(&self, dial: &Dial) -> Result<Connection, DialError> {
+    pub(crate) async fn dial(&self, dial: &Dial) -> Result<Box<Connection>, DialError> {
         let started = Instant::now();
         let mut unfinished = Unfinished {
             metrics: &self.metrics,
             finished: false,
         };
         let deadline = started + self.dial_timeout.unwrap_or(MAX_DIAL);
-        let outcome = self.dial_before(dial, deadline).await;
+        let outcome = self.dial_before(dial, deadline).await.map(Box::new);
         unfinished.finished = true;
         match &outcome {
             Ok(_) => {

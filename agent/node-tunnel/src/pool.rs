@@ -309,7 +309,7 @@ impl<R: Reach> ConnectionPool<R> {
     async fn drive(
         self: Arc<Self>,
         serial: u64,
-        opener: Opener<R::Stream>,
+        mut opener: Opener<R::Stream>,
         stop: CancellationToken,
     ) {
         let _active = GaugeGuard::new(&self.metrics.connections);

@@ -112,7 +112,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Opener<S, B> {
     ///
     /// # Errors
     /// Fails with the cause if the connection broke or the peer is silent.
-    pub async fn run(mut self) -> Result<(), String> {
+    pub async fn run(&mut self) -> Result<(), String> {
         poll_fn(|cx| self.poll(cx)).await
     }
 
@@ -263,8 +263,8 @@ mod tests {
         // The peer reads, and never answers a PING.
         tokio::spawn(async move { tokio::io::copy(&mut hears, &mut sink()).await });
         says.write_all(&SETTINGS).await.unwrap();
-        let (_requests, opener) = Opener::new(near, Arc::default(), SHORT).await.unwrap();
-        let run = tokio::spawn(opener.run());
+        let (_requests, mut opener) = Opener::new(near, Arc::default(), SHORT).await.unwrap();
+        let run = tokio::spawn(async move { opener.run().await });
         for _ in 0..10 {
             sleep(LIMIT / 2).await;
             assert!(!run.is_finished());
@@ -311,8 +311,8 @@ mod tests {
             let (near, mut far) = duplex(1 << 16);
             far.write_all(&SETTINGS).await.unwrap();
             let opened = Opener::new(near, Arc::default(), pings).await;
-            let (_requests, opener) = opened.unwrap();
-            let run = tokio::spawn(opener.run());
+            let (_requests, mut opener) = opened.unwrap();
+            let run = tokio::spawn(async move { opener.run().await });
             far.read_exact(&mut [0; PREFACE.len()]).await.unwrap();
             let (of_opener, bytes) = four_pings(far).await;
             run.abort();
@@ -352,7 +352,8 @@ mod tests {
             connection.accept().await.map(|_| ())
         };
         let ours = async {
-            let (mut requests, opener) = Opener::new(near, Arc::default(), SHORT).await.unwrap();
+            let (mut requests, mut opener) =
+                Opener::new(near, Arc::default(), SHORT).await.unwrap();
             let (response, _) = requests.send_request(Request::new(()), true).unwrap();
             tokio::select! {
                 response = response => response.map(|_| ()).map_err(|error| error.to_string()),

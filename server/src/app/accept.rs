@@ -16,6 +16,7 @@ use tracing::error;
 
 use crate::backend::ClientSeat;
 use crate::backend::dial::next_serial;
+use crate::backend::native::Serving;
 use crate::backend::service::Agents;
 use crate::config::Mode;
 use crate::frontend::{Frontend, grpc::Proxy, http_connect};
@@ -53,44 +54,41 @@ pub(super) async fn serve_frontend(
             accepted,
             move |accepted| async move {
                 let (_permit, _seat) = (permit, seat);
+                // Boxed, so that a client has memory only for the step that it has reached.
                 match (accepted, mode) {
                     (Accepted::Unix(stream), Mode::Grpc) => {
                         let stream = AuthorityStream::new(ReadAhead::new(stream));
-                        context.serve_grpc(stream, "unix", service).await;
+                        Box::pin(context.serve_grpc(stream, "unix", service)).await;
                     }
                     (Accepted::Unix(stream), Mode::HttpConnect) => {
                         let (read, write) = stream.into_split();
-                        http_connect::serve(&context, &frontend, read, write, "unix").await;
+                        let served = http_connect::serve(&context, &frontend, read, write, "unix");
+                        Box::pin(served).await;
                     }
                     (Accepted::Tcp(stream, peer), mode) => {
-                        let Some((stream, candidate, peer)) = context.accept(stream, peer).await
-                        else {
+                        let accepted = Box::pin(context.accept(stream, peer)).await;
+                        let Some((stream, candidate, peer)) = accepted else {
                             return;
                         };
-                        // Boxed, so that a peer that waits for a slot costs little memory.
-                        let entered = Box::pin(async move {
-                            let peer = peer.to_string();
-                            let shaken = context.handshake(stream, &peer, &candidate).await;
-                            let Some(stream) = shaken else {
-                                return;
-                            };
-                            // The handshake has verified the client's certificate.
-                            candidate.admit();
-                            match mode {
-                                Mode::Grpc => {
-                                    let stream = AuthorityStream::new(stream);
-                                    context.serve_grpc(stream, &peer, service).await;
-                                }
-                                Mode::HttpConnect => {
-                                    let (read, write) = tokio::io::split(stream);
-                                    let served = http_connect::serve(
-                                        &context, &frontend, read, write, &peer,
-                                    );
-                                    served.await;
-                                }
+                        let peer = peer.to_string();
+                        let shaken = Box::pin(context.handshake(stream, &peer, &candidate)).await;
+                        let Some(stream) = shaken.map(Box::new) else {
+                            return;
+                        };
+                        // The handshake has verified the client's certificate.
+                        candidate.admit();
+                        match mode {
+                            Mode::Grpc => {
+                                let stream = AuthorityStream::new(stream);
+                                Box::pin(context.serve_grpc(stream, &peer, service)).await;
                             }
-                        });
-                        entered.await;
+                            Mode::HttpConnect => {
+                                let (read, write) = tokio::io::split(*stream);
+                                let served =
+                                    http_connect::serve(&context, &frontend, read, write, &peer);
+                                Box::pin(served).await;
+                            }
+                        }
                     }
                 }
             },
@@ -137,31 +135,33 @@ pub(super) async fn serve_agents(
                 let Accepted::Tcp(stream, peer) = accepted else {
                     return;
                 };
-                let Some((stream, candidate, peer)) = context.accept(stream, peer).await else {
+                // Boxed, so that a peer has memory only for the step that it has reached.
+                let accepted = Box::pin(context.accept(stream, peer)).await;
+                let Some((stream, candidate, peer)) = accepted else {
                     return;
                 };
-                // Boxed, so that a peer that waits for a slot costs little memory.
                 let entered = Box::pin(async move {
                     let (stream, address) = (ReadAhead::new(stream), peer.ip());
                     let peer = peer.to_string();
                     // The handshake needs the agent's process, so a later process has a larger number.
                     let serial = next_serial();
-                    let Some(stream) = context.handshake(stream, &peer, &candidate).await else {
-                        return;
-                    };
+                    let stream = context.handshake(stream, &peer, &candidate).await?;
+                    let stream = Box::new(stream);
                     let tls = stream.get_ref().1;
                     let agents = agents.of_peer(address, tls.peer_certificates());
                     if tls.alpn_protocol() == Some(native::ALPN) {
                         let binding = tls::export(tls, EXPORTER_LABEL);
-                        let served = agents
-                            .serve_native(&context, stream, &peer, &candidate, serial, binding);
-                        served.await;
+                        agents
+                            .introduce_native(&context, stream, &peer, &candidate, serial, binding)
+                            .await
                     } else {
-                        let served = context.serve_packets(stream, &peer, candidate, agents);
-                        served.await;
+                        let serving = context.serve_packets(stream, peer, candidate, agents);
+                        Some(Box::pin(serving) as Serving)
                     }
                 });
-                entered.await;
+                if let Some(serving) = entered.await {
+                    serving.await;
+                }
             },
         );
     };

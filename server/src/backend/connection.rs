@@ -69,7 +69,8 @@ enum Stall {
 impl Stall {
     async fn due(&self) -> CloseReason {
         match self {
-            Self::Packet(cut) => cut.due().await,
+            // Boxed, so that only connections on packet streams need memory for this check.
+            Self::Packet(cut) => Box::pin(cut.due()).await,
             Self::Quic(cut) => {
                 cut.due().await;
                 CloseReason::BufferExceeded

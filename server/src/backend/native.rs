@@ -3,6 +3,7 @@
 mod halves;
 mod introduction;
 
+use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -21,8 +22,11 @@ use culvert_native::window::{Inbound, Pings};
 use culvert_native::{CONTROL_PATH, dial as message};
 use culvert_stream::suspicion::Suspicion;
 use culvert_stream::{CloseReason, Dial};
+use futures_util::StreamExt as _;
+use futures_util::stream::FuturesUnordered;
 use http::{Request, StatusCode, Uri};
 use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::task::unconstrained;
 use tokio::time::{Instant, sleep, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tonic::Code;
@@ -53,6 +57,9 @@ const AWAY_CHECK: Duration = Duration::from_millis(100);
 /// have crashed.
 const AWAY_PATIENCE: Duration = Duration::from_secs(5);
 
+/// The rest of an agent's connection, after the introduction. Boxed, so that the memory of the introduction is freed.
+pub(crate) type Serving = Pin<Box<dyn Future<Output = ()> + Send>>;
+
 /// A native connection of an agent.
 pub struct NativeAgent {
     /// Number of the connection, unique in this process. A later connection has a larger number.
@@ -76,49 +83,56 @@ pub struct NativeAgent {
 // === impl Agents ===
 
 impl Agents {
-    /// Serves an agent with the native transport, until its connection ends. `serial` is the number of the connection
-    /// ([`next_serial`](super::dial::next_serial)).
-    pub(crate) async fn serve_native<S>(
+    /// Receives the introduction of an agent with the native transport. `serial` is the number of the connection
+    /// ([`next_serial`](super::dial::next_serial)). Returns the rest of the connection if the agent is new.
+    pub(crate) async fn introduce_native<S>(
         &self,
-        context: &ListenerContext,
-        mut stream: S,
+        context: &Arc<ListenerContext>,
+        mut stream: Box<S>,
         peer: &str,
         candidate: &Candidate,
         serial: u64,
         binding: Option<Binding>,
-    ) where
+    ) -> Option<Serving>
+    where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
         // A peer that stalls must not delay shutdown.
         let introduced = tokio::select! {
             introduced = candidate.run(self.introduce(&mut stream, binding)) => introduced,
-            () = context.shutdown.cancelled() => return,
+            () = context.shutdown.cancelled() => return None,
         };
         let new = match introduced {
             Ok(Ok(Introduced::New(new))) => *new,
             Ok(Ok(Introduced::Connected)) => {
                 debug!(peer, "the agent is already connected");
-                return;
+                return None;
             }
             Ok(Ok(Introduced::Resumed(resumption))) => {
                 candidate.admit();
-                return self.sessions.resume(resumption, Box::new(stream)).await;
+                self.sessions.resume(resumption, stream).await;
+                return None;
             }
             Ok(Ok(Introduced::NotResumed)) => {
                 debug!(peer, "no session to resume");
-                return;
+                return None;
             }
             Ok(Err(IntroductionError::Hello(HelloError::Io(error)))) => {
                 debug!(peer, %error, "the agent left before its introduction");
-                return;
+                return None;
             }
             Ok(Err(IntroductionError::Agent(why))) => {
-                return context.reject(why.reason(), peer, &why.to_string());
+                context.reject(why.reason(), peer, &why.to_string());
+                return None;
             }
             Ok(Err(error)) => {
-                return context.reject(RejectReason::Garbage, peer, &error.to_string());
+                context.reject(RejectReason::Garbage, peer, &error.to_string());
+                return None;
             }
-            Err(why) => return context.refuse(why, peer),
+            Err(why) => {
+                context.refuse(why, peer);
+                return None;
+            }
         };
         candidate.admit();
         let inbound = Arc::new(Inbound::default());
@@ -131,8 +145,8 @@ impl Agents {
             offered,
         } = new;
         let second = offered.as_ref().map(Offered::link);
-        let stream: AnyTransport = Box::new(stream);
-        let (stream, _session) = match ticket {
+        let stream: AnyTransport = stream;
+        let (stream, guard) = match ticket {
             Some(ticket) => {
                 let owner = owner.clone();
                 let sessions = &self.sessions;
@@ -151,10 +165,10 @@ impl Agents {
             () = broke(session.as_deref()) => Err("the link broke".to_owned()),
         };
         let (requests, link) = match opened {
-            Ok(opened) => opened,
+            Ok((requests, link)) => (requests, Box::new(link)),
             Err(error) => {
                 debug!(peer, error, "the connection broke before HTTP/2 began");
-                return;
+                return None;
             }
         };
         let agent = Arc::new(NativeAgent {
@@ -181,9 +195,12 @@ impl Agents {
         let registration = span.in_scope(|| self.registry.register(backend, place));
         // The dials of the earlier process find the new agent.
         self.sessions.replace(&owner, serial);
-        self.carry(context, agent, registration, link)
-            .instrument(span)
-            .await;
+        let (agents, context) = (self.clone(), context.clone());
+        let serving = async move {
+            let _ends_with_the_connection = (guard, offered);
+            agents.carry(&context, agent, registration, link).await;
+        };
+        Some(Box::pin(serving.instrument(span)))
     }
 
     async fn carry<S>(
@@ -191,13 +208,24 @@ impl Agents {
         context: &ListenerContext,
         agent: Arc<NativeAgent>,
         registration: Registration,
-        link: Opener<S>,
+        mut link: Box<Opener<S>>,
     ) where
         S: AsyncRead + AsyncWrite + Unpin,
     {
         let counted = GaugeGuard::new(self.metrics.grpc_connections.get(ServiceMethod::Connect));
         let mut watch = self.sessions.watch();
+        let end = async {
+            tokio::select! {
+                () = agent.retired.cancelled() => "given up",
+                () = context.shutdown.cancelled() => "this server is stopping",
+                () = watch.run(agent.session.as_deref()) => "the watch ended",
+            }
+        };
+        // A poll of these futures locks each token, so the link's wake-ups must not poll them. A link that uses the whole
+        // budget of the task must not hide them.
+        let mut end = FuturesUnordered::from_iter([unconstrained(end)]);
         let ended = tokio::select! {
+            biased;
             ended = link.run() => match ended {
                 Ok(()) => "closed by the agent".to_owned(),
                 Err(error) => {
@@ -206,10 +234,10 @@ impl Agents {
                     error
                 }
             },
-            () = agent.retired.cancelled() => "given up".to_owned(),
-            () = context.shutdown.cancelled() => "this server is stopping".to_owned(),
-            () = watch.run(agent.session.as_deref()) => "the watch ended".to_owned(),
+            Some(why) = end.next() => why.to_owned(),
         };
+        // A dropped link leaves its transport to `farewell`.
+        drop((end, link));
         let session = agent.session.as_deref();
         let is_replaced = session.is_some_and(|session| session.condemned().is_some());
         if watch.is_away() && !is_replaced && !context.shutdown.is_cancelled() {

@@ -79,7 +79,7 @@ impl Service<Incoming> for Proxy {
     async fn take(&self, request: Request<Reader<Incoming>>) -> Result<Response<ToClient>, Status> {
         let metrics = self.frontend.metrics.clone();
         let (replies, outgoing) = queue::bounded(OUTGOING_BYTES);
-        let client = Client {
+        let mut client = Client {
             inbound: request.into_inner(),
             session: Session::default(),
             ended: false,
@@ -101,7 +101,7 @@ impl Service<Incoming> for Proxy {
 // === impl Client ===
 
 impl Client {
-    async fn serve(mut self, frontend: &Frontend) {
+    async fn serve(&mut self, frontend: &Frontend) {
         let metrics = self.metrics.clone();
         let _open = GaugeGuard::new(metrics.grpc_connections.get(ServiceMethod::Proxy));
         let shutdown = &frontend.shutdown;
@@ -122,7 +122,7 @@ impl Client {
     }
 
     /// Waits for a dial and its connection. Returns `None` if no connection will follow.
-    async fn dialed(&mut self, frontend: &Frontend) -> Option<(Dial, Connection)> {
+    async fn dialed(&mut self, frontend: &Frontend) -> Option<(Dial, Box<Connection>)> {
         let dial = self.next_dial().await?;
         let outcome = tokio::select! {
             outcome = frontend.router.dial(&dial) => outcome,
@@ -166,7 +166,7 @@ impl Client {
         }
     }
 
-    async fn carry(&mut self, frontend: &Frontend, dial: &Dial, connection: Connection) {
+    async fn carry(&mut self, frontend: &Frontend, dial: &Dial, connection: Box<Connection>) {
         // The id is the server's own, because agents number the connections of every stream from 1.
         let id = frontend.next_connection();
         let reply = self.session.opened(ConnectId(id));

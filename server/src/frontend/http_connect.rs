@@ -144,7 +144,7 @@ async fn carry<R, W>(
     read: R,
     write: W,
     early: Bytes,
-    connection: Connection,
+    connection: Box<Connection>,
 ) where
     R: ClientRead,
     W: AsyncWrite + Unpin + Send,

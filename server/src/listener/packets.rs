@@ -1,6 +1,7 @@
 //! The packet streams of agents, over `h2`. hyper cannot change the windows of a connection, and here the window of
 //! the connection has to follow the path.
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -42,9 +43,9 @@ impl ListenerContext {
     /// Serves the calls of an agent until its connection ends. Closes a peer that sends no request within
     /// [`HANDSHAKE_TIMEOUT`](super::HANDSHAKE_TIMEOUT), or is not admitted in time; afterwards the peer may idle.
     pub(crate) async fn serve_packets<I, S>(
-        &self,
-        io: I,
-        peer: &str,
+        self: Arc<Self>,
+        io: Box<I>,
+        peer: String,
         candidate: Arc<Candidate>,
         service: S,
     ) where
@@ -57,13 +58,14 @@ impl ListenerContext {
             inbound: Arc::new(Inbound::new(WindowProfile::Packets)),
             candidate,
         };
-        let serving = async {
+        let serving = pin!(async {
             let inbound = connection.inbound.clone();
             let pings = Pings {
                 idle: self.keepalive,
                 timeout: PING_TIMEOUT,
             };
-            let taker = Taker::for_packets(io, inbound, AGENT_STREAMS, pings).await;
+            // Boxed, because the handshake of HTTP/2 needs more memory than the connection.
+            let taker = Box::pin(Taker::for_packets(io, inbound, AGENT_STREAMS, pings)).await;
             let mut taker = taker.map_err(|error| error.to_string())?;
             while let Some((mut request, respond)) = taker.next().await? {
                 asked.store(true, Ordering::Relaxed);
@@ -73,10 +75,10 @@ impl ListenerContext {
                 self.tasks.spawn(answering);
             }
             Ok::<_, String>(())
-        };
+        });
         tokio::select! {
-            () = self.ends_or_asks(serving, &asked, peer) => {}
-            why = connection.candidate.refused() => self.refuse(why, peer),
+            () = self.ends_or_asks(serving, &asked, &peer) => {}
+            why = connection.candidate.refused() => self.refuse(why, &peer),
             () = connection.cut.cancelled() => {}
             () = self.shutdown.cancelled() => {}
         }

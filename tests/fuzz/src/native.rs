@@ -116,7 +116,7 @@ async fn taker(near: DuplexStream, inbound: &Arc<Inbound>) {
 /// The end that opens streams.
 async fn opener(near: DuplexStream, inbound: &Arc<Inbound>) {
     let opened = Opener::new(near, inbound.clone(), PINGS).await;
-    let Ok((requests, opener)) = opened else {
+    let Ok((requests, mut opener)) = opened else {
         return;
     };
     let mut streams = JoinSet::new();
@@ -141,6 +141,8 @@ async fn opener(near: DuplexStream, inbound: &Arc<Inbound>) {
     }
     drop(requests);
     let _ = opener.run().await;
+    // The transport keeps the chunk that it was writing, and a stream waits for its last chunk.
+    drop(opener);
     streams.join_all().await;
 }
 

@@ -39,10 +39,10 @@ impl Link {
             Opener::new(near, server.clone(), Pings::default()),
             Taker::new(far, agent.clone(), TakerLimits::trusting()),
         );
-        let ((requests, opener), taker) = (opener.unwrap(), taker.unwrap());
+        let ((requests, mut opener), taker) = (opener.unwrap(), taker.unwrap());
         let (streams, incoming) = mpsc::unbounded_channel();
         let drivers = [
-            tokio::spawn(opener.run()),
+            tokio::spawn(async move { opener.run().await }),
             tokio::spawn(take(taker, streams)),
         ];
         Self {

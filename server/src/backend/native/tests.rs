@@ -47,9 +47,13 @@ impl Server {
         let admission = &self.context.admission;
         let candidate = admission.enter(peer, Instant::now()).await.unwrap();
         let stream = admission.gate(stream, &candidate);
-        self.agents
-            .serve_native(&self.context, stream, "peer", &candidate, serial, binding)
-            .await;
+        let (context, stream) = (&self.context, Box::new(stream));
+        let introduced = self
+            .agents
+            .introduce_native(context, stream, "peer", &candidate, serial, binding);
+        if let Some(serving) = introduced.await {
+            serving.await;
+        }
     }
 
     fn rejected(&self, reason: &str) -> bool {

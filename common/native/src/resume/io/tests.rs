@@ -487,8 +487,8 @@ async fn pings_pause_during_a_break_and_streams_continue_after_it() {
         }
         Ok::<(), String>(())
     });
-    let (requests, opener) = Opener::new(server, of_server, pings).await.unwrap();
-    let opening = tokio::spawn(opener.run());
+    let (requests, mut opener) = Opener::new(server, of_server, pings).await.unwrap();
+    let opening = tokio::spawn(async move { opener.run().await });
     let ask = || {
         let (mut request, requests) = (http::Request::new(()), requests.clone());
         *request.uri_mut() = "https://agent/".parse().unwrap();

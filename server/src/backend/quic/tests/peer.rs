@@ -144,10 +144,11 @@ impl Server {
         tokio::spawn(async move {
             let admission = &context.admission;
             let candidate = admission.enter(PEER.into(), Instant::now()).await.unwrap();
-            let stream = admission.gate(near, &candidate);
-            let served =
-                agents.serve_native(&context, stream, "peer", &candidate, next_serial(), None);
-            served.await;
+            let stream = Box::new(admission.gate(near, &candidate));
+            let serial = next_serial();
+            let introduced =
+                agents.introduce_native(&context, stream, "peer", &candidate, serial, None);
+            introduced.await.unwrap().await;
         });
         let answer = hello::introduce(&mut far, &headers(agent_id))
             .await
