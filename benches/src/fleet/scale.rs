@@ -17,24 +17,26 @@ use super::table::{Line, Lines};
 use super::{Lab, Pair};
 use crate::harness::{ask, harness};
 
-/// Numbers of agents. The first is the base of the comparison.
-const AGENTS: [usize; 2] = [2, 1_000];
+/// Numbers of agents. The first two are the bases of the comparison.
+const AGENTS: [usize; 3] = [2, 16, 1_000];
 
 /// Number of idle connections beside the dials, and number of them that are opened at a time.
 const IDLE: usize = 10_000;
 const OPENED_AT_ONCE: usize = 50;
 
-/// Numbers of dials at a time, with the names of the rows: few agents, many agents, few agents chosen by a strategy among
-/// many, and the ratios of the last two to the first. Eight dials at a time over two agent connections share TLS records
-/// and system calls; over 1,000 agent connections they do not.
-const AT_ONCE: [(usize, [&str; 5]); 2] = [
+/// Numbers of dials at a time, with the names of the rows: two agents, 16, many, two agents chosen by a strategy among
+/// many, and three ratios. Eight dials at a time over two agent connections share TLS records and system calls; over 16 or
+/// 1,000 agent connections they do not.
+const AT_ONCE: [(usize, [&str; 7]); 2] = [
     (
         8,
         [
             "dial, 2 agents",
+            "dial, 16 agents",
             "dial, 1000 agents",
             "dial, 2 of 1000 agents",
             "dial, 1000 by 2 agents",
+            "dial, 1000 by 16 agents",
             "dial, 2 of 1000 by 2 agents",
         ],
     ),
@@ -42,9 +44,11 @@ const AT_ONCE: [(usize, [&str; 5]); 2] = [
         1,
         [
             "lone dial, 2 agents",
+            "lone dial, 16 agents",
             "lone dial, 1000 agents",
             "lone dial, 2 of 1000 agents",
             "lone dial, 1000 by 2 agents",
+            "lone dial, 1000 by 16 agents",
             "lone dial, 2 of 1000 by 2 agents",
         ],
     ),
@@ -75,6 +79,9 @@ struct Figures {
     rss_kib: f64,
 }
 
+/// Picks the dividend and the divisor of a ratio.
+type Pick = fn(&[Figures; 4]) -> [&Figures; 2];
+
 /// Cost of a dial.
 #[derive(Clone, Copy, Default)]
 struct Cost {
@@ -84,21 +91,22 @@ struct Cost {
     p99_ms: f64,
 }
 
-/// Measures a pair of programs. Each round has the three settings in turns.
+/// Measures a pair of programs. Each round has the four settings in turns.
 pub(super) async fn measure(lab: &Lab, pair: Pair, lines: &mut Lines) {
-    let [few, many] = AGENTS;
-    let mut rounds: Vec<anyhow::Result<[Figures; 3]>> = Vec::new();
+    let [few, some, many] = AGENTS;
+    let mut rounds: Vec<anyhow::Result<[Figures; 4]>> = Vec::new();
     for _ in 0..lab.rounds {
         let round = async {
             Ok([
                 figures(lab, pair, few, few).await?,
+                figures(lab, pair, some, some).await?,
                 figures(lab, pair, many, many).await?,
                 figures(lab, pair, many, few).await?,
             ])
         };
         rounds.push(harness(round).await.flatten());
     }
-    let mut add = |row, unit, figure: &dyn Fn(&[Figures; 3]) -> f64, target: Option<f64>| {
+    let mut add = |row, unit, figure: &dyn Fn(&[Figures; 4]) -> f64, target: Option<f64>| {
         let figures = rounds.iter().map(|round| match round {
             Ok(round) => Ok(figure(round)),
             Err(error) => Err(anyhow::anyhow!("{error:#}")),
@@ -112,20 +120,37 @@ pub(super) async fn measure(lab: &Lab, pair: Pair, lines: &mut Lines) {
         ("p99 ms", "p99 ratio", |cost| cost.p99_ms),
     ];
     for (index, (_, rows)) in AT_ONCE.into_iter().enumerate() {
-        let [few_row, many_row, chosen_row, many_ratio, chosen_ratio] = rows;
+        let [
+            few_row,
+            some_row,
+            many_row,
+            chosen_row,
+            by_few,
+            by_some,
+            chosen_by_few,
+        ] = rows;
         for (unit, ratio, figure) in figures {
             let of = |figures: &Figures| figures.dials.get(index).map_or(f64::NAN, figure);
-            add(few_row, unit, &|[few, _, _]| of(few), None);
-            add(many_row, unit, &|[_, many, _]| of(many), None);
-            add(chosen_row, unit, &|[_, _, chosen]| of(chosen), None);
-            let by_few = |[few, many, _]: &[Figures; 3]| of(many) / of(few);
-            add(many_ratio, ratio, &by_few, Some(RATIO));
-            let by_few = |[few, _, chosen]: &[Figures; 3]| of(chosen) / of(few);
-            add(chosen_ratio, ratio, &by_few, Some(RATIO));
+            add(few_row, unit, &|[few, ..]| of(few), None);
+            add(some_row, unit, &|[_, some, ..]| of(some), None);
+            add(many_row, unit, &|[_, _, many, _]| of(many), None);
+            add(chosen_row, unit, &|[.., chosen]| of(chosen), None);
+            let ratios: [(&str, Pick); 3] = [
+                (by_few, |[few, _, many, _]| [many, few]),
+                (by_some, |[_, some, many, _]| [many, some]),
+                (chosen_by_few, |[few, .., chosen]| [chosen, few]),
+            ];
+            for (row, pick) in ratios {
+                let by = |figures: &[Figures; 4]| {
+                    let [dividend, divisor] = pick(figures).map(of);
+                    dividend / divisor
+                };
+                add(row, ratio, &by, Some(RATIO));
+            }
         }
     }
-    let memory = |[few, many, _]: &[Figures; 3]| {
-        (many.rss_kib - few.rss_kib) / (AGENTS[1] - AGENTS[0]) as f64
+    let memory = |[first, _, second, _]: &[Figures; 4]| {
+        (second.rss_kib - first.rss_kib) / (many - few) as f64
     };
     add("memory of an agent", "KiB", &memory, None);
 }
