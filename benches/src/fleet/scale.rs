@@ -149,8 +149,8 @@ pub(super) async fn measure(lab: &Lab, pair: Pair, lines: &mut Lines) {
             }
         }
     }
-    let memory = |[first, _, second, _]: &[Figures; 4]| {
-        (second.rss_kib - first.rss_kib) / (many - few) as f64
+    let memory = |[with_few, _, with_many, _]: &[Figures; 4]| {
+        (with_many.rss_kib - with_few.rss_kib) / (many - few) as f64
     };
     add("memory of an agent", "KiB", &memory, None);
 }

@@ -92,23 +92,12 @@ pub(super) struct Contender {
     kind: Kind,
 }
 
-const fn pair(name: &'static str, server: Make, agent: Make) -> Contender {
+const fn pair(name: &'static str, server: Make, agent: Make, link: Link) -> Contender {
     Contender {
         name,
         kind: Kind::Pair {
             server,
             agent,
-            link: Link::Tcp,
-        },
-    }
-}
-
-const fn ours(name: &'static str, link: Link) -> Contender {
-    Contender {
-        name,
-        kind: Kind::Pair {
-            server: Make::Ours,
-            agent: Make::Ours,
             link,
         },
     }
@@ -125,10 +114,10 @@ pub(super) const RATHOLE: &str = "rathole";
 
 /// All contenders, ours first.
 pub(super) const CONTENDERS: [Contender; 10] = [
-    ours(OURS, Link::Tcp),
-    pair(STOCK, Make::Stock, Make::Stock),
-    pair(OURS_STOCK, Make::Ours, Make::Stock),
-    pair(STOCK_OURS, Make::Stock, Make::Ours),
+    pair(OURS, Make::Ours, Make::Ours, Link::Tcp),
+    pair(STOCK, Make::Stock, Make::Stock, Link::Tcp),
+    pair(OURS_STOCK, Make::Ours, Make::Stock, Link::Tcp),
+    pair(STOCK_OURS, Make::Stock, Make::Ours, Link::Tcp),
     Contender {
         name: RELAY,
         kind: Kind::Relay(relay::Kind::Tls),
@@ -141,8 +130,8 @@ pub(super) const CONTENDERS: [Contender; 10] = [
         name: RATHOLE,
         kind: Kind::Relay(relay::Kind::Rathole),
     },
-    ours(QUIC, Link::Quic),
-    ours(RESUME, Link::Resumable),
+    pair(QUIC, Make::Ours, Make::Ours, Link::Quic),
+    pair(RESUME, Make::Ours, Make::Ours, Link::Resumable),
     Contender {
         name: DIRECT,
         kind: Kind::Direct,
