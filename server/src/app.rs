@@ -21,7 +21,7 @@ use culvert_konnectivity::excess::OverflowBudget;
 use culvert_konnectivity::memory::{Buffers, Stream, connection_bytes};
 use culvert_konnectivity::queue::ANSWER_BYTES;
 use culvert_kube::tokens::Tokens;
-use culvert_native::link::SERVER_SEND_BYTES;
+use culvert_native::link::{CLIENT_WINDOW_BYTES, SERVER_SEND_BYTES};
 use culvert_native::resume::buffer_bytes;
 use culvert_native::window::{OPENER_HELD_BYTES, PACKETS_LONG_PATH_BYTES};
 use tokio::net::TcpListener;
@@ -42,15 +42,12 @@ use crate::config::{self, Config, Mode};
 use crate::files::{Files, Reloader};
 use crate::frontend::{Frontend, grpc};
 use crate::leases::Leases;
-use crate::listener::{CLIENT_WINDOW_BYTES, ListenerContext};
+use crate::listener::ListenerContext;
 use crate::metrics::{self, ServerMetrics, ServiceMethod};
 use crate::router::{DialLimits, Router};
 use crate::switch::driver::{self, Driver, Switcher};
 use crate::switch::pages;
 use crate::switch::start::Start;
-
-/// Bytes that HTTP/2 buffers for one stream of a front end before writing them: hyper's default for servers.
-const HTTP_SEND_BYTES: usize = 400 * 1024;
 
 /// Body of `/readyz` while no peer is connected; the text is upstream's.
 const NOT_READY: &str = "no connection to any proxy agent";
@@ -418,7 +415,7 @@ fn buffers(config: &Config) -> Buffers {
             Mode::Grpc => Stream {
                 window: CLIENT_WINDOW_BYTES as usize,
                 outgoing: grpc::OUTGOING_BYTES,
-                http: HTTP_SEND_BYTES,
+                http: SERVER_SEND_BYTES,
             },
             Mode::HttpConnect => Stream::default(),
         },

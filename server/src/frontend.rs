@@ -4,7 +4,7 @@
 pub(crate) mod grpc;
 pub(crate) mod http_connect;
 
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 
@@ -62,7 +62,7 @@ impl Frontend {
         id: i64,
         dial: &Dial,
         client: (&mut S, &mut K),
-        client_gone: impl Future<Output = ()>,
+        client_gone: Pin<&mut impl Future<Output = ()>>,
         mut connection: Box<Connection>,
     ) -> CloseReason {
         let ended = {

@@ -1,13 +1,12 @@
 //! The way from an accepted socket to a served protocol: TLS, HTTP/2, and the deadlines and counters for
 //! peers that never get that far.
 
-mod packets;
+mod calls;
 
-use std::convert::Infallible;
 use std::fmt::Display;
 use std::io;
 use std::net::SocketAddr;
-use std::pin::{Pin, pin};
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -15,15 +14,8 @@ use std::time::Duration;
 use culvert_host::net::admission::{Admission, AdmissionLimits, Candidate, Gated, Unadmitted};
 use culvert_host::net::networks::Networks;
 use culvert_host::net::proxy_protocol::{self, HeaderError, Refused};
-use culvert_host::runtime::TrackedExecutor;
 use culvert_host::tls;
 use culvert_host::tls::reload::ServerTls;
-use culvert_konnectivity::grpc;
-use culvert_native::window::PING_TIMEOUT;
-use http::Request;
-use hyper::body::Incoming;
-use hyper::server::conn::http2;
-use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::time::sleep;
@@ -33,7 +25,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
 
-pub(crate) use self::packets::PeerConnection;
+pub(crate) use self::calls::PeerConnection;
 use crate::metrics::{Listener, RejectReason, ServerMetrics};
 
 /// Longest time for a peer's first request on an authenticated connection.
@@ -48,22 +40,6 @@ pub(crate) const ADMISSION: AdmissionLimits = AdmissionLimits {
     deadline: Duration::from_secs(30),
     grace: Duration::from_secs(1),
 };
-
-/// Receive window of a front-end stream, in bytes. The stream carries a single connection and comes from
-/// the same machine or network.
-pub(crate) const CLIENT_WINDOW_BYTES: u32 = 1024 * 1024;
-
-/// Receive window of all streams of a connection, in bytes. `h2` ends a connection if unread small DATA frames
-/// exceed a budget of half this window, and counts 256 bytes less the length of each frame. The budget covers a
-/// stream that is full of the smallest messages: frames of 14 bytes count 17.3 MiB. Stock clients open one
-/// stream on a connection.
-const CONNECTION_WINDOW_BYTES: u32 = 40 * 1024 * 1024;
-
-/// Largest accepted frame, in bytes; stock peers send at most 16 KiB.
-const FRAME_BYTES: u32 = 64 * 1024;
-
-/// Largest accepted header block, in bytes; tokens make it a few KiB.
-const HEADER_BYTES: u32 = 64 * 1024;
 
 /// State shared by the connections of a listener.
 pub(crate) struct ListenerContext {
@@ -192,40 +168,6 @@ impl ListenerContext {
                 self.refuse(why, peer);
                 None
             }
-        }
-    }
-
-    /// Serves gRPC on a connection of a front end until the connection ends. Closes a peer that sends no request
-    /// within [`HANDSHAKE_TIMEOUT`]; afterwards the peer may idle.
-    pub(crate) async fn serve_grpc<I, S>(&self, io: I, peer: &str, service: S)
-    where
-        I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
-        S: grpc::Service<Incoming> + Clone + Send + Sync + 'static,
-    {
-        let asked = Arc::new(AtomicBool::new(false));
-        let seen = asked.clone();
-        let service = hyper::service::service_fn(move |request: Request<Incoming>| {
-            seen.store(true, Ordering::Relaxed);
-            let service = service.clone();
-            async move { Ok::<_, Infallible>(grpc::answer(&service, request).await) }
-        });
-        let connection = pin!(
-            http2::Builder::new(TrackedExecutor(self.tasks.clone()))
-                .timer(TokioTimer::new())
-                .initial_stream_window_size(CLIENT_WINDOW_BYTES)
-                .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
-                .max_frame_size(FRAME_BYTES)
-                .max_header_list_size(HEADER_BYTES)
-                .max_concurrent_streams(None)
-                .keep_alive_interval(self.keepalive)
-                .keep_alive_timeout(PING_TIMEOUT)
-                // gRPC servers send no Date header.
-                .auto_date_header(false)
-                .serve_connection(TokioIo::new(io), service)
-        );
-        tokio::select! {
-            () = self.ends_or_asks(connection, &asked, peer) => {}
-            () = self.shutdown.cancelled() => {}
         }
     }
 

@@ -10,7 +10,6 @@ use std::time::Duration;
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio_util::sync::CancellationToken;
-use tokio_util::task::TaskTracker;
 use tracing::{error, info, warn};
 
 pub use self::essential::{essential, spawn_essential};
@@ -19,20 +18,6 @@ use crate::telemetry::logging::{self, LogConfig};
 
 /// Time for the log to accept the last lines of a program that ends.
 const LOG_FLUSH: Duration = Duration::from_secs(1);
-
-/// Executor that runs hyper's per-stream work on tracked tasks, so that a shutdown can wait for all tasks.
-#[derive(Clone, Debug)]
-pub struct TrackedExecutor(pub TaskTracker);
-
-impl<F> hyper::rt::Executor<F> for TrackedExecutor
-where
-    F: Future + Send + 'static,
-    F::Output: Send + 'static,
-{
-    fn execute(&self, future: F) {
-        self.0.spawn(future);
-    }
-}
 
 /// SIGINT and SIGTERM, in order of arrival.
 pub struct Signals {

@@ -18,7 +18,7 @@ use super::halves::Chunk;
 use super::window::{Inbound, OPENER_HELD_BYTES, Pings, TAKER_HELD_BYTES, Tuner, Window};
 use super::{CONNECTION_WINDOW_BYTES, FRAME_BYTES, SEND_BYTES};
 
-pub use self::packets::{AGENT_SEND_BYTES, SERVER_SEND_BYTES};
+pub use self::packets::{AGENT_SEND_BYTES, CLIENT_WINDOW_BYTES, SERVER_SEND_BYTES};
 
 /// Number of reset streams to remember per connection. Frames in flight during the reset are expected for a
 /// remembered stream; for a forgotten stream, every such frame costs another reset.
@@ -337,6 +337,20 @@ mod tests {
             // An idle connection carries nothing but the pings.
             assert_eq!(bytes, 3 * 17);
         }
+    }
+
+    /// A ping of each new client would cost each dial of a stock client a round trip.
+    #[tokio::test(start_paused = true)]
+    async fn client_of_a_front_end_is_pinged_only_after_the_idle_time() {
+        let (near, mut far) = duplex(1 << 16);
+        far.write_all(PREFACE).await.unwrap();
+        far.write_all(&SETTINGS).await.unwrap();
+        let mut taker = Taker::<_, Chunk>::for_client(near, SHORT).await.unwrap();
+        let run = tokio::spawn(async move { taker.next().await.map(|_| ()) });
+        let (times, _) = four_pings(far).await;
+        run.abort();
+        let idle = SHORT.idle.as_secs();
+        assert_eq!(times, [idle, 2 * idle, 3 * idle, 4 * idle]);
     }
 
     #[tokio::test]

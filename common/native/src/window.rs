@@ -286,6 +286,11 @@ impl Tuner {
     /// Creates the tuner of a connection with the window profile of `inbound`. All streams together should
     /// keep at most `budget` unread bytes, but every stream may keep [`CROWDED_BYTES`].
     pub fn new(ping: PingPong, inbound: Arc<Inbound>, budget: usize, pings: Pings) -> Self {
+        // The first measurement, on an idle path, is the best.
+        let first_ping = match inbound.profile.is_measured() {
+            true => Duration::ZERO,
+            false => pings.idle,
+        };
         Self {
             ping,
             pings,
@@ -296,8 +301,7 @@ impl Tuner {
             link_changes: 0,
             last: (Instant::now(), 0),
             small: (None, 0),
-            // At once: the first measurement, on an idle path, is the best.
-            alarm: Box::pin(sleep(Duration::ZERO)),
+            alarm: Box::pin(sleep(first_ping)),
         }
     }
 

@@ -80,6 +80,8 @@ pub async fn idle(counter: &AtomicU64, bound: Duration) {
     }
 }
 
+/// Moves bytes one way. The futures of a send and of the end are boxed: an idle connection waits for its source, and
+/// needs no memory for the other steps.
 async fn one_way(
     source: &mut impl Source,
     sink: &mut impl Sink,
@@ -89,15 +91,18 @@ async fn one_way(
 ) -> Result<(), CloseReason> {
     while let Some(chunk) = source.recv().await? {
         let bytes = chunk.len() as u64;
-        match send(source, sink, chunk).await {
+        match Box::pin(send(source, sink, chunk)).await {
             Sent::Taken => {}
             Sent::Failed(reason) => {
                 // Bytes in the opposite direction are still useful: an endpoint may answer and close before
                 // reading everything.
-                tokio::select! {
-                    () = other.done.notified() => {}
-                    () = idle(&other.chunks, CLOSE_STALL) => {}
-                }
+                Box::pin(async {
+                    tokio::select! {
+                        () = other.done.notified() => {}
+                        () = idle(&other.chunks, CLOSE_STALL) => {}
+                    }
+                })
+                .await;
                 return Err(reason);
             }
             // The side that would receive an answer is gone.
@@ -108,6 +113,16 @@ async fn one_way(
         own.chunks.fetch_add(1, Ordering::Relaxed);
     }
     meter.ended = Some(Instant::now());
+    Box::pin(finish(source, sink, [own, other], half_open)).await
+}
+
+/// Ends a direction whose source has ended, then waits for the other direction.
+async fn finish(
+    source: &mut impl Source,
+    sink: &mut impl Sink,
+    [own, other]: [&Direction; 2],
+    half_open: Duration,
+) -> Result<(), CloseReason> {
     sink.finish().await?;
     own.done.notify_one();
     tokio::select! {

@@ -58,7 +58,7 @@ pub(super) async fn serve_frontend(
                 match (accepted, mode) {
                     (Accepted::Unix(stream), Mode::Grpc) => {
                         let stream = AuthorityStream::new(ReadAhead::new(stream));
-                        Box::pin(context.serve_grpc(stream, "unix", service)).await;
+                        Box::pin(context.serve_client(stream, "unix", service)).await;
                     }
                     (Accepted::Unix(stream), Mode::HttpConnect) => {
                         let (read, write) = stream.into_split();
@@ -80,7 +80,7 @@ pub(super) async fn serve_frontend(
                         match mode {
                             Mode::Grpc => {
                                 let stream = AuthorityStream::new(stream);
-                                Box::pin(context.serve_grpc(stream, &peer, service)).await;
+                                Box::pin(context.serve_client(stream, &peer, service)).await;
                             }
                             Mode::HttpConnect => {
                                 let (read, write) = tokio::io::split(*stream);
@@ -155,7 +155,7 @@ pub(super) async fn serve_agents(
                             .introduce_native(&context, stream, &peer, &candidate, serial, binding)
                             .await
                     } else {
-                        let serving = context.serve_packets(stream, peer, candidate, agents);
+                        let serving = context.serve_agent(stream, peer, candidate, agents);
                         Some(Box::pin(serving) as Serving)
                     }
                 });

@@ -3,7 +3,7 @@
 
 pub(crate) mod session;
 
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
@@ -16,7 +16,6 @@ use culvert_konnectivity::queue;
 use culvert_stream::first_byte_gate::FirstByteGate;
 use culvert_stream::{CloseReason, Dial, Sink, Source};
 use futures_util::Stream;
-use hyper::body::Incoming;
 use tokio::time::Instant;
 use tonic::{Request, Response, Status};
 
@@ -45,7 +44,7 @@ pub(crate) struct ToClient {
 
 /// A stream with its inbound packets, its session, and the queue of replies.
 struct Client {
-    inbound: Reader<Incoming>,
+    inbound: Reader,
     session: Session,
     /// Set at the end of the client's packets, or when the stream broke.
     ended: bool,
@@ -71,12 +70,12 @@ impl Proxy {
     }
 }
 
-impl Service<Incoming> for Proxy {
+impl Service for Proxy {
     const PATH: &'static str = "/ProxyService/Proxy";
 
     type Replies = ToClient;
 
-    async fn take(&self, request: Request<Reader<Incoming>>) -> Result<Response<ToClient>, Status> {
+    async fn take(&self, request: Request<Reader>) -> Result<Response<ToClient>, Status> {
         let metrics = self.frontend.metrics.clone();
         let (replies, outgoing) = queue::bounded(OUTGOING_BYTES);
         let mut client = Client {
@@ -178,15 +177,9 @@ impl Client {
             metrics: self.metrics.clone(),
         };
         let replies = self.replies.clone();
-        let reason = frontend
-            .run(
-                id,
-                dial,
-                (&mut *self, &mut sink),
-                replies.closed(),
-                connection,
-            )
-            .await;
+        let gone = pin!(replies.closed());
+        let client = (&mut *self, &mut sink);
+        let reason = frontend.run(id, dial, client, gone, connection).await;
         let text = match reason {
             CloseReason::Stalled => "closed: the client took no bytes",
             CloseReason::BufferExceeded => "closed: the client took bytes too slowly",

@@ -2,6 +2,7 @@
 //! that clients parse, responses match upstream's byte for byte.
 
 use std::io;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -160,15 +161,9 @@ async fn carry<R, W>(
         metrics: frontend.metrics.clone(),
     };
     let id = frontend.next_connection();
-    let reason = frontend
-        .run(
-            id,
-            dial,
-            (&mut source, &mut sink),
-            std::future::pending(),
-            connection,
-        )
-        .await;
+    let gone = pin!(std::future::pending());
+    let client = (&mut source, &mut sink);
+    let reason = frontend.run(id, dial, client, gone, connection).await;
     let ends_orderly = match reason {
         CloseReason::EndpointClosed => true,
         CloseReason::AgentLost | CloseReason::Switched => !R::TELLS_INCOMPLETE_END,

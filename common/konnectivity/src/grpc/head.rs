@@ -75,17 +75,22 @@ pub async fn answer<S: Service<B>, B>(
 /// Answers a request with the reply of `service`, and sends the messages of the reply until the end. Ends early if
 /// the peer resets the stream.
 pub async fn serve<S: Service<Received>>(
-    service: &S,
+    service: S,
     request: Request<RecvStream>,
     mut respond: SendResponse<Piece>,
 ) {
-    let request = request.map(Received::new);
-    let response = tokio::select! {
-        response = answer(service, request) => response,
-        reset = poll_fn(|cx| respond.poll_reset(cx)) => {
-            debug!(?reset, "the peer reset a stream before the answer");
-            return;
+    // Boxed and freed, because the messages of the reply may take long.
+    let answering = Box::pin(async {
+        tokio::select! {
+            response = answer(&service, request.map(Received::new)) => Some(response),
+            reset = poll_fn(|cx| respond.poll_reset(cx)) => {
+                debug!(?reset, "the peer reset a stream before the answer");
+                None
+            }
         }
+    });
+    let Some(response) = answering.await else {
+        return;
     };
     let (head, body) = response.into_parts();
     let is_head_only = body.is_end_stream();

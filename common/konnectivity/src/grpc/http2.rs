@@ -1,5 +1,4 @@
-//! The bodies of calls over `h2`, for connections whose windows follow the path. hyper offers no way to change the
-//! windows of a connection.
+//! The bodies of calls over `h2`.
 
 use std::future::poll_fn;
 use std::pin::Pin;

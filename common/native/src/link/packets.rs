@@ -1,8 +1,11 @@
-//! The HTTP/2 connection of a packet stream, with a stock program at the other end.
+//! The HTTP/2 connection of packet streams, with a stock program at the other end.
 //!
-//! All connections of an agent share the stream, so bulk queues up in front of small messages, up to the window. The
+//! All connections of an agent share one stream, so bulk queues up in front of small messages, up to the window. The
 //! stream keeps a window of [`PACKETS_LONG_PATH_BYTES`] for its life. The window of the *connection* follows the path:
 //! a change needs no SETTINGS round trip, and a smaller window takes nothing back from the sender.
+//!
+//! A client of a front end has a stream for each of its connections, and comes from the same machine or network. The
+//! windows of its streams are fixed.
 
 use std::sync::Arc;
 
@@ -12,12 +15,14 @@ use tokio::io::{AsyncRead, AsyncWrite};
 
 use super::{HEADER_BYTES, Opener, SMALL_FRAMES, Taker, unpingable};
 use crate::counting_reader::CountingReader;
-use crate::window::{Inbound, OPENER_HELD_BYTES, PACKETS_LONG_PATH_BYTES, Pings, Tuner};
+use crate::window::{
+    Inbound, OPENER_HELD_BYTES, PACKETS_LONG_PATH_BYTES, Pings, Tuner, WindowProfile,
+};
 
 /// Largest accepted frame, in bytes; stock peers send at most 16 KiB.
 const FRAME_BYTES: u32 = 64 * 1024;
 
-/// Largest number of unsent bytes of the stream in HTTP/2 at the server. The queue in front of HTTP/2 has a bound of
+/// Largest number of unsent bytes of a stream in HTTP/2 at the server. The queue in front of HTTP/2 has a bound of
 /// its own.
 pub const SERVER_SEND_BYTES: usize = 400 * 1024;
 
@@ -30,6 +35,12 @@ const ERROR_RESETS: usize = 1024;
 /// Unread bytes of all connections of a packet stream together from which the stream has the smallest window. The
 /// buffers of each connection have a bound of their own. A smaller value would shrink the window of a long path.
 const HELD_BYTES: usize = OPENER_HELD_BYTES;
+
+/// Receive window of a stream of a client, in bytes.
+pub const CLIENT_WINDOW_BYTES: u32 = 1024 * 1024;
+
+/// Receive window of all streams of a client together, in bytes. Stock clients open one stream on a connection.
+const CLIENT_CONNECTION_WINDOW_BYTES: u32 = 40 * 1024 * 1024;
 
 /// Number of calls that an agent opens on one connection.
 const CALLS: usize = 1;
@@ -46,11 +57,35 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Taker<S, B> {
         streams: u32,
         pings: Pings,
     ) -> Result<Self, h2::Error> {
-        let mut connection = server::Builder::new()
+        let mut settings = server::Builder::new();
+        settings
             .initial_window_size(PACKETS_LONG_PATH_BYTES)
+            .max_concurrent_streams(streams);
+        Self::of_calls(settings, stream, inbound, pings).await
+    }
+
+    /// Starts HTTP/2 as the server of a client of a front end. An idle client is pinged after the idle time of `pings`.
+    ///
+    /// # Errors
+    /// Fails if the connection breaks or the peer uses another protocol.
+    pub async fn for_client(stream: S, pings: Pings) -> Result<Self, h2::Error> {
+        let inbound = Inbound::new(WindowProfile::Unmeasured(CLIENT_WINDOW_BYTES));
+        let mut settings = server::Builder::new();
+        settings
+            .initial_window_size(CLIENT_WINDOW_BYTES)
+            .initial_connection_window_size(CLIENT_CONNECTION_WINDOW_BYTES);
+        Self::of_calls(settings, stream, Arc::new(inbound), pings).await
+    }
+
+    async fn of_calls(
+        mut settings: server::Builder,
+        stream: S,
+        inbound: Arc<Inbound>,
+        pings: Pings,
+    ) -> Result<Self, h2::Error> {
+        let mut connection = settings
             .max_frame_size(FRAME_BYTES)
             .max_send_buffer_size(SERVER_SEND_BYTES)
-            .max_concurrent_streams(streams)
             .max_header_list_size(HEADER_BYTES)
             .max_local_error_reset_streams(Some(ERROR_RESETS))
             .data_frame_budget(SMALL_FRAMES)

@@ -38,6 +38,8 @@ pub enum WindowProfile {
     /// small messages flow alongside bulk traffic. Before [`Inbound::admit`](super::Inbound::admit), the connection has HTTP/2's default
     /// window, and nothing is measured.
     Packets,
+    /// Connections from the same machine or network: each stream has a given window in bytes, and nothing is measured.
+    Unmeasured(u32),
 }
 
 impl WindowProfile {
@@ -45,7 +47,7 @@ impl WindowProfile {
     pub(super) fn short_path(self) -> u32 {
         match self {
             Self::Shared | Self::Packets => SHORT_PATH_BYTES,
-            Self::Fixed(bytes) => bytes,
+            Self::Fixed(bytes) | Self::Unmeasured(bytes) => bytes,
         }
     }
 
@@ -53,7 +55,7 @@ impl WindowProfile {
     pub(super) fn beside(self) -> u32 {
         match self {
             Self::Shared => BESIDE_BYTES,
-            Self::Fixed(bytes) => bytes,
+            Self::Fixed(bytes) | Self::Unmeasured(bytes) => bytes,
             Self::Packets => PACKETS_BESIDE_BYTES,
         }
     }
@@ -67,8 +69,13 @@ impl WindowProfile {
     pub(super) fn initial(self) -> u32 {
         match self {
             Self::Packets => UNADMITTED_BYTES,
-            Self::Shared | Self::Fixed(_) => self.short_path(),
+            Self::Shared | Self::Fixed(_) | Self::Unmeasured(_) => self.short_path(),
         }
+    }
+
+    /// Returns true if the path is measured.
+    pub(super) fn is_measured(self) -> bool {
+        !matches!(self, Self::Unmeasured(_))
     }
 
     /// Returns the smallest and the largest window, in bytes.
@@ -76,6 +83,7 @@ impl WindowProfile {
         match self {
             Self::Shared | Self::Fixed(_) => (CROWDED_BYTES, LONG_PATH_BYTES),
             Self::Packets => (PACKETS_BESIDE_BYTES, PACKETS_LONG_PATH_BYTES),
+            Self::Unmeasured(bytes) => (bytes, bytes),
         }
     }
 }

@@ -114,7 +114,7 @@ fn served_over_h2() -> DuplexStream {
     tokio::spawn(async move {
         let mut connection = h2::server::Builder::new().handshake(far).await.unwrap();
         while let Some(Ok((request, respond))) = connection.accept().await {
-            tokio::spawn(async move { serve(&Echo, request, respond).await });
+            tokio::spawn(serve(Echo, request, respond));
         }
     });
     near
@@ -204,11 +204,11 @@ impl Service<Received> for Silent {
 async fn call_that_the_client_resets_ends_before_its_answer() {
     let (near, far) = tokio::io::duplex(1 << 16);
     let calls = Arc::new(());
-    let service = Arc::new(Silent(calls.clone()));
+    let service = Silent(calls.clone());
     let ended = tokio::spawn(async move {
         let mut connection = h2::server::Builder::new().handshake(far).await.unwrap();
         let (request, respond) = connection.accept().await.unwrap().unwrap();
-        let call = tokio::spawn(async move { serve(&*service, request, respond).await });
+        let call = tokio::spawn(serve(service, request, respond));
         tokio::spawn(async move { connection.accept().await.map(|_| ()) });
         call.await.unwrap();
     });
