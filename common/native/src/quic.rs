@@ -6,6 +6,7 @@
 //! [`words`]. For each dial the server opens a stream with the text of the CONNECT request of HTTP/2
 //! ([`dial`](super::dial)). The bytes of the connection follow the heads.
 
+mod congestion;
 pub mod connection_id;
 pub mod endpoint;
 pub mod halves;

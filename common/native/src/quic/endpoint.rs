@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use quinn::congestion::BbrConfig;
 use quinn::crypto::rustls::{NoInitialCipherSuite, QuicClientConfig, QuicServerConfig};
 use quinn::{
     ClientConfig, Connection, ConnectionId, ConnectionIdGenerator, Endpoint, EndpointConfig,
@@ -15,6 +14,7 @@ use quinn::{
 use socket2::SockRef;
 
 use super::ALPN;
+use super::congestion::BoundedBbrConfig;
 use super::connection_id::{self, CONNECTION_ID_BYTES, Tag};
 use super::keys::EndpointKeys;
 
@@ -252,7 +252,7 @@ pub(super) fn transport() -> TransportConfig {
         .datagram_receive_buffer_size(None)
         .max_idle_timeout(Some(idle.into()))
         // A link over QUIC is for paths that lose packets.
-        .congestion_controller_factory(Arc::new(BbrConfig::default()));
+        .congestion_controller_factory(Arc::new(BoundedBbrConfig::default()));
     transport
 }
 

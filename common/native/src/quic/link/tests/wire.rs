@@ -7,13 +7,17 @@ use std::pin::Pin;
 use std::sync::atomic::AtomicBool;
 use std::task::{Context, Poll, ready};
 
+use quinn::congestion::CubicConfig;
 use quinn::crypto::rustls::QuicServerConfig;
 use quinn::udp::{RecvMeta, Transmit};
-use quinn::{AsyncUdpSocket, EndpointConfig, TokioRuntime, UdpPoller};
+use quinn::{AsyncUdpSocket, EndpointConfig, TokioRuntime, TransportConfig, UdpPoller};
+use rand::rngs::StdRng;
+use rand::{Rng as _, SeedableRng as _};
+use tokio::time::sleep_until;
 
 use super::*;
 use crate::quic::ALPN;
-use crate::quic::endpoint::{IDLE_TIMEOUT, transport};
+use crate::quic::endpoint::{AGENT_STREAMS, IDLE_TIMEOUT, transport};
 
 /// Longest time until a dial leaves a dead link with a round trip of 100 ms. The dial over TCP takes another 100 ms.
 const LEFT: Duration = Duration::from_millis(800);
@@ -21,9 +25,27 @@ const LEFT: Duration = Duration::from_millis(800);
 /// One direction of a path.
 #[derive(Debug)]
 struct Way {
-    delay: Duration,
+    delay: Mutex<Duration>,
     is_dark: AtomicBool,
-    arrived: mpsc::UnboundedSender<Vec<u8>>,
+    line: Arc<Mutex<Line>>,
+    /// Packets with their times of arrival, in this order.
+    underway: mpsc::UnboundedSender<(Instant, Vec<u8>)>,
+}
+
+/// The slowest part of a way. Packets wait in a queue before it.
+#[derive(Debug)]
+struct Line {
+    /// Time to send one byte.
+    time_of_byte: Duration,
+    /// Lost packets, in percent.
+    lost: u32,
+    /// Longest wait in the queue. A packet that would wait longer is lost.
+    room: Duration,
+    random: StdRng,
+    /// Time at which the last packet has passed.
+    free: Instant,
+    /// Longest time that a packet has waited.
+    longest_wait: Duration,
 }
 
 /// Socket at one end of a path.
@@ -47,16 +69,78 @@ struct Path {
     _endpoints: [Endpoint; 2],
 }
 
+impl Line {
+    fn new() -> Self {
+        Self {
+            time_of_byte: Duration::ZERO,
+            lost: 0,
+            room: Duration::MAX,
+            random: StdRng::seed_from_u64(1),
+            free: Instant::now(),
+            longest_wait: Duration::ZERO,
+        }
+    }
+
+    /// Limits the rate to `rate` bytes per second, and loses `lost` percent of the packets.
+    fn limit(&mut self, rate: u32, lost: u32) {
+        self.time_of_byte = Duration::from_secs(1) / rate;
+        self.lost = lost;
+    }
+
+    /// Returns the time at which a packet has passed, or `None` if the packet is lost.
+    fn pass(&mut self, bytes: usize) -> Option<Instant> {
+        if self.random.random_ratio(self.lost, 100) {
+            return None;
+        }
+        let now = Instant::now();
+        let begin = self.free.max(now);
+        let wait = begin - now;
+        if wait > self.room {
+            return None;
+        }
+        self.longest_wait = self.longest_wait.max(wait);
+        self.free = begin + self.time_of_byte * bytes as u32;
+        Some(self.free)
+    }
+}
+
 impl Way {
-    fn new(delay: Duration) -> (Arc<Self>, mpsc::UnboundedReceiver<Vec<u8>>) {
+    fn new(
+        delay: Duration,
+        line: Arc<Mutex<Line>>,
+    ) -> (Arc<Self>, mpsc::UnboundedReceiver<Vec<u8>>) {
         let (arrived, receiver) = mpsc::unbounded_channel();
-        let is_dark = AtomicBool::new(false);
+        let (underway, mut packets) = mpsc::unbounded_channel();
+        tokio::spawn(async move {
+            while let Some((arrival, packet)) = packets.recv().await {
+                sleep_until(arrival).await;
+                let _ = arrived.send(packet);
+            }
+        });
         let way = Self {
-            delay,
-            is_dark,
-            arrived,
+            delay: Mutex::new(delay),
+            is_dark: AtomicBool::new(false),
+            line,
+            underway,
         };
         (Arc::new(way), receiver)
+    }
+
+    /// Sends a packet.
+    fn send(&self, packet: &[u8]) {
+        if self.is_dark.load(Ordering::Relaxed) {
+            return;
+        }
+        if let Some(passed) = self.line.lock().pass(packet.len()) {
+            let _ = self
+                .underway
+                .send((passed + *self.delay.lock(), packet.to_vec()));
+        }
+    }
+
+    /// Changes the time that a packet needs.
+    fn set_delay(&self, delay: Duration) {
+        *self.delay.lock() = delay;
     }
 
     /// Drops all packets from now on.
@@ -66,9 +150,11 @@ impl Way {
 }
 
 impl Wire {
-    fn pair(round_trip: Duration) -> [Arc<Self>; 2] {
+    /// Returns the agent's and the server's end of a path. Packets to the server pass `line`.
+    fn pair(round_trip: Duration, line: Arc<Mutex<Line>>) -> [Arc<Self>; 2] {
         let addresses = [1, 2].map(|port| SocketAddr::from((Ipv4Addr::LOCALHOST, port)));
-        let ways = [(); 2].map(|()| Way::new(round_trip / 2));
+        let lines = [line, Arc::new(Mutex::new(Line::new()))];
+        let ways = lines.map(|line| Way::new(round_trip / 2, line));
         let [(there, at_peer), (back, at_own)] = ways;
         let new = |own, peer, outward, arrived| {
             Arc::new(Self {
@@ -106,13 +192,7 @@ impl AsyncUdpSocket for Wire {
     }
 
     fn try_send(&self, transmit: &Transmit<'_>) -> io::Result<()> {
-        let (way, packet) = (self.outward.clone(), transmit.contents.to_vec());
-        if !way.is_dark.load(Ordering::Relaxed) {
-            tokio::spawn(async move {
-                sleep(way.delay).await;
-                let _ = way.arrived.send(packet);
-            });
-        }
+        self.outward.send(transmit.contents);
         Ok(())
     }
 
@@ -143,15 +223,27 @@ impl AsyncUdpSocket for Wire {
 
 impl Path {
     async fn new(round_trip: Duration) -> Self {
-        let [at_agent, at_server] = Wire::pair(round_trip);
+        Self::over(round_trip, Arc::new(Mutex::new(Line::new())), None).await
+    }
+
+    /// Creates a path whose packets to the server pass `line`. `agent` replaces the settings of the agent.
+    async fn over(
+        round_trip: Duration,
+        line: Arc<Mutex<Line>>,
+        agent: Option<TransportConfig>,
+    ) -> Self {
+        let [at_agent, at_server] = Wire::pair(round_trip, line);
         let (mut server_tls, client_tls) = tls();
         server_tls.alpn_protocols = vec![ALPN.to_vec()];
         let crypto = QuicServerConfig::try_from(server_tls).unwrap();
         let mut config = quinn::ServerConfig::with_crypto(Arc::new(crypto));
         config.transport_config(Arc::new(transport()));
         let endpoints = [at_agent.endpoint(None), at_server.endpoint(Some(config))];
-        let config = client_config(&client_tls).unwrap();
-        let connecting = endpoints[0].connect_with(config, at_server.own, "server");
+        let mut client = client_config(&client_tls).unwrap();
+        if let Some(agent) = agent {
+            client.transport_config(Arc::new(agent));
+        }
+        let connecting = endpoints[0].connect_with(client, at_server.own, "server");
         let connect = async {
             let connection = connecting.unwrap().await.unwrap();
             let mut control = connection.open_bi().await.unwrap();
@@ -313,5 +405,176 @@ async fn link_is_healthy_again_soon_after_an_outage() {
         }
         // Probes are sent at intervals that double.
         assert!(lit.elapsed() <= outage, "{:?}", lit.elapsed());
+    }
+}
+
+/// Sends on a stream without end.
+async fn send_all(mut sink: QuicSink) {
+    while sink.send(pattern(64 * 1024)).await.is_ok() {}
+}
+
+/// Adds the received bytes of a stream to `bytes`.
+async fn receive_all(mut source: QuicSource, bytes: Arc<AtomicUsize>) {
+    while let Ok(Some(chunk)) = source.recv().await {
+        bytes.fetch_add(chunk.len(), Ordering::Relaxed);
+    }
+}
+
+/// Starts endless transfers from the agent to the server, and returns the counter of their bytes.
+async fn transfers(path: &Path) -> Arc<AtomicUsize> {
+    let bytes = Arc::new(AtomicUsize::new(0));
+    for _ in 0..4 {
+        let ((source, _), (_, sink)) = path.open().await;
+        tokio::spawn(send_all(sink));
+        tokio::spawn(receive_all(source, bytes.clone()));
+    }
+    bytes
+}
+
+/// Rate of a slow path, in bytes per second.
+const RATE: u32 = 2_500_000;
+
+/// Returns the share of [`RATE`] that the transfers use in the next `time`, and the longest time that a packet waits in
+/// the queue.
+async fn used(path: &Path, bytes: &AtomicUsize, time: Duration) -> (f64, Duration) {
+    let before = bytes.load(Ordering::Relaxed);
+    path.to_server.line.lock().longest_wait = Duration::ZERO;
+    sleep(time).await;
+    let moved = bytes.load(Ordering::Relaxed) - before;
+    let share = moved as f64 / f64::from(RATE) / time.as_secs_f64();
+    (share, path.to_server.line.lock().longest_wait)
+}
+
+/// Returns the longest time that a packet may wait on a path, in milliseconds.
+fn permitted_wait(round_trip: u64) -> Duration {
+    Duration::from_millis(round_trip.div_ceil(4).max(10)) * 2
+}
+
+#[tokio::test(start_paused = true)]
+async fn bulk_fills_its_path_and_keeps_the_queue_short() {
+    for (round_trip, lost) in [
+        (1, 0),
+        (5, 0),
+        (20, 0),
+        (20, 1),
+        (20, 10),
+        (100, 0),
+        (100, 1),
+    ] {
+        let path = Path::new(Duration::from_millis(round_trip)).await;
+        path.to_server.line.lock().limit(RATE, lost);
+        let bytes = transfers(&path).await;
+        sleep(Duration::from_secs(3)).await;
+        let (share, wait) = used(&path, &bytes, Duration::from_secs(5)).await;
+        let shown = format!("{round_trip} ms, {lost} %: {share:.2}, {wait:?}");
+        // Heads and tags of packets need 0.03.
+        let arrives = f64::from(100 - lost) / 100.0;
+        assert!(share >= 0.9 * arrives, "{shown}");
+        assert!(wait <= permitted_wait(round_trip), "{shown}");
+    }
+}
+
+/// The sender follows a change within three seconds. Only a shorter path takes longer: its round trip can be measured once BBR
+/// empties the queue, every 10 s.
+#[tokio::test(start_paused = true)]
+async fn bulk_follows_a_path_that_changes() {
+    let there = 10;
+    let path = Path::new(Duration::from_millis(2 * there)).await;
+    path.to_server.line.lock().limit(RATE, 0);
+    let bytes = transfers(&path).await;
+    sleep(Duration::from_secs(3)).await;
+    let changes = [
+        (4, 10, 3),
+        (1, 10, 3),
+        (1, 17, 3),
+        (1, 25, 3),
+        (1, 90, 3),
+        (1, 10, 12),
+    ];
+    for (faster, back, seconds) in changes {
+        path.to_server.line.lock().limit(faster * RATE, 0);
+        path.to_server.set_delay(Duration::from_millis(back));
+        sleep(Duration::from_secs(seconds)).await;
+        let (share, wait) = used(&path, &bytes, Duration::from_secs(3)).await;
+        let share = share / f64::from(faster);
+        let shown = format!("{faster} times the rate, {back} ms back: {share:.2}, {wait:?}");
+        assert!(share >= 0.8, "{shown}");
+        assert!(wait <= permitted_wait(there + back), "{shown}");
+    }
+}
+
+/// On a radio link, packets wait for other senders.
+#[tokio::test(start_paused = true)]
+async fn bulk_fills_a_path_whose_delay_varies() {
+    let path = Path::new(Duration::from_millis(20)).await;
+    path.to_server.line.lock().limit(RATE, 0);
+    let way = path.to_server.clone();
+    tokio::spawn(async move {
+        let mut random = StdRng::seed_from_u64(2);
+        loop {
+            way.set_delay(Duration::from_millis(random.random_range(10..60)));
+            sleep(Duration::from_millis(random.random_range(1..30))).await;
+        }
+    });
+    let bytes = transfers(&path).await;
+    sleep(Duration::from_secs(5)).await;
+    let (share, wait) = used(&path, &bytes, Duration::from_secs(5)).await;
+    let shown = format!("{share:.2}, {wait:?}");
+    assert!(share >= 0.8, "{shown}");
+    // The windows of the streams alone would permit 3 s.
+    assert!(wait <= Duration::from_millis(300), "{shown}");
+}
+
+/// Small messages do not show the rate of the path.
+#[tokio::test(start_paused = true)]
+async fn bulk_finds_the_rate_of_a_long_path_soon() {
+    for begins_small in [false, true] {
+        let path = Path::new(Duration::from_millis(100)).await;
+        path.to_server.line.lock().limit(4 * RATE, 0);
+        let ((source, _), (_, mut sink)) = path.open().await;
+        tokio::spawn(receive_all(source, Arc::default()));
+        if begins_small {
+            for _ in 0..30 {
+                sink.send(pattern(20_000)).await.unwrap();
+                sleep(Duration::from_millis(70)).await;
+            }
+        }
+        let bytes = transfers(&path).await;
+        sleep(Duration::from_secs(1)).await;
+        let (share, _) = used(&path, &bytes, Duration::from_secs(2)).await;
+        assert!(share / 4.0 >= 0.8, "{begins_small}: {:.2}", share / 4.0);
+    }
+}
+
+/// quinn's BBR alone leaves CUBIC 3 % of the rate.
+#[tokio::test(start_paused = true)]
+async fn bulk_leaves_others_a_share_of_the_path() {
+    let round_trip = Duration::from_millis(20);
+    for is_other_cubic in [false, true] {
+        let line = Arc::new(Mutex::new(Line::new()));
+        {
+            let mut line = line.lock();
+            line.limit(RATE, 0);
+            line.room = Duration::from_millis(100);
+        }
+        let cubic = is_other_cubic.then(|| {
+            let mut cubic = transport();
+            cubic
+                .max_concurrent_bidi_streams(AGENT_STREAMS.into())
+                .congestion_controller_factory(Arc::new(CubicConfig::default()));
+            cubic
+        });
+        let path = Path::over(round_trip, line.clone(), None).await;
+        let bytes = transfers(&path).await;
+        sleep(Duration::from_secs(3)).await;
+        let other = Path::over(round_trip, line, cubic).await;
+        let other_bytes = transfers(&other).await;
+        sleep(Duration::from_secs(3)).await;
+        let time = Duration::from_secs(10);
+        let (own, others) =
+            tokio::join!(used(&path, &bytes, time), used(&other, &other_bytes, time));
+        let shown = format!("{:.2}, {:.2} (CUBIC: {is_other_cubic})", own.0, others.0);
+        assert!(own.0 >= 0.15 && others.0 >= 0.15, "{shown}");
+        assert!(own.0 + others.0 >= 0.9, "{shown}");
     }
 }
