@@ -18,10 +18,9 @@ use super::congestion::BoundedBbrConfig;
 use super::connection_id::{self, CONNECTION_ID_BYTES, Tag};
 use super::keys::EndpointKeys;
 
-/// Window of a stream, in bytes. quinn-proto closes the whole connection if one stream has more than 2,048 unread
-/// packets (quinn#2809), so a window must not have room for so many. A single stream moves at most a window for each
-/// round trip.
-pub const STREAM_WINDOW_BYTES: u32 = 1 << 20;
+/// Window of a stream, in bytes. quinn cannot change the window of a stream. A stream moves at most a window for each
+/// round trip, and less while a lost packet is sent again. A receiver that does not read holds a whole window.
+pub const STREAM_WINDOW_BYTES: u32 = 2 << 20;
 
 /// Window of all streams together, in bytes: so large that unread streams never use it up.
 const CONNECTION_WINDOW_BYTES: u32 = 1 << 30;

@@ -79,7 +79,7 @@ async fn dial_on_two_silent_links_reaches_another_agent_in_bounded_time() {
     assert_eq!(other.dials.load(Ordering::Relaxed), 3);
 }
 
-/// quinn ends a connection if one of its streams has too many gaps (quinn#2809).
+/// quinn ends a connection if one of its streams has more than 1,024 gaps.
 #[tokio::test]
 async fn dials_go_on_over_tcp_after_gaps_in_a_stream_have_ended_the_link() {
     let server = Server::start();

@@ -371,7 +371,7 @@ async fn link_to_a_peer_that_reads_no_words_ends_with_the_cause() {
 /// A sender fills the windows of streams whose receivers do not read; the first stalled streams end, the others go on.
 #[tokio::test]
 async fn stalled_streams_over_the_bound_end_as_buffer_exceeded() {
-    let pair = Pair::with_held(8 * MIB).await;
+    let pair = Pair::with_held(16 * MIB).await;
     let mut stalled = JoinSet::new();
     let mut senders = Vec::new();
     for _ in 0..12 {
