@@ -79,7 +79,7 @@ pub async fn serve<S: Service<Received>>(
     request: Request<RecvStream>,
     mut respond: SendResponse<Piece>,
 ) {
-    // Boxed and freed, because the messages of the reply may take long.
+    // The future until the answer is boxed, so that its memory is free while messages are sent.
     let answering = Box::pin(async {
         tokio::select! {
             response = answer(&service, request.map(Received::new)) => Some(response),

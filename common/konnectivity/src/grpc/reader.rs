@@ -4,6 +4,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
 use bytes::{Buf, Bytes, BytesMut};
+use h2::Reason;
 use http::{HeaderMap, StatusCode};
 use hyper::body::Body;
 use tonic::{Code, Status};
@@ -176,12 +177,27 @@ where
         &self,
         error: Box<dyn std::error::Error + Send + Sync>,
     ) -> Result<Option<Message>, Status> {
-        let status = Status::from_error(error);
-        // A cancelled call counts as the normal end of the client's messages.
-        if matches!(self.ending, Ending::Request) && status.code() == Code::Cancelled {
-            return Ok(None);
+        match error.downcast::<h2::Error>() {
+            // As in grpc-go, whose server cancels a call with its stream.
+            Ok(error) if matches!(self.ending, Ending::Request) => {
+                Err(Status::cancelled(error.to_string()))
+            }
+            Ok(error) => Err(Status::new(code_of(&error), error.to_string())),
+            Err(error) => Err(Status::from_error(error)),
         }
-        Err(status)
+    }
+}
+
+/// Returns the code for the end of a response by an error of HTTP/2: the gRPC mapping of HTTP/2 error codes, and
+/// `Unavailable` for a lost connection.
+fn code_of(error: &h2::Error) -> Code {
+    match error.reason() {
+        Some(Reason::CANCEL) => Code::Cancelled,
+        Some(Reason::ENHANCE_YOUR_CALM) => Code::ResourceExhausted,
+        Some(Reason::INADEQUATE_SECURITY) => Code::PermissionDenied,
+        Some(Reason::REFUSED_STREAM) | None => Code::Unavailable,
+        Some(_) if error.is_go_away() => Code::Unavailable,
+        Some(_) => Code::Internal,
     }
 }
 

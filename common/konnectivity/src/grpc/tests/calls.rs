@@ -3,6 +3,7 @@
 use std::convert::Infallible;
 use std::future::ready;
 use std::sync::Arc;
+use std::time::Duration;
 
 use culvert_proto::proxy_service_client::ProxyServiceClient;
 use futures_util::FutureExt as _;
@@ -11,6 +12,8 @@ use hyper::body::Incoming;
 use hyper::server::conn::http2 as server;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::io::DuplexStream;
+use tokio::sync::mpsc;
+use tokio::time::timeout;
 use tokio_util::task::TaskTracker;
 use tonic::Code;
 use tonic::metadata::MetadataMap;
@@ -225,6 +228,93 @@ async fn call_that_the_client_resets_ends_before_its_answer() {
     stream.send_reset(h2::Reason::CANCEL);
     ended.await.unwrap();
     assert_eq!(Arc::strong_count(&calls), 1);
+}
+
+/// Service that reports the end of the messages of a call.
+struct Ends(mpsc::UnboundedSender<Result<(), Code>>);
+
+impl Service<Received> for Ends {
+    const PATH: &'static str = PATH;
+
+    type Replies = futures_util::stream::Pending<Result<Message, Status>>;
+
+    async fn take(
+        &self,
+        request: tonic::Request<Reader<Received>>,
+    ) -> Result<tonic::Response<Self::Replies>, Status> {
+        let (ends, mut reader) = (self.0.clone(), request.into_inner());
+        tokio::spawn(async move {
+            let end = loop {
+                match reader.message().await {
+                    Ok(Some(_)) => {}
+                    Ok(None) => break Ok(()),
+                    Err(status) => break Err(status.code()),
+                }
+            };
+            ends.send(end)
+        });
+        Ok(tonic::Response::new(futures_util::stream::pending()))
+    }
+}
+
+/// The code is a label of a metric.
+#[tokio::test]
+async fn call_that_its_client_resets_ends_with_the_code_of_grpc_go() {
+    for (reason, expected) in [
+        (Some(h2::Reason::CANCEL), Err(Code::Cancelled)),
+        (Some(h2::Reason::NO_ERROR), Ok(())),
+        (Some(h2::Reason::INTERNAL_ERROR), Err(Code::Cancelled)),
+        (None, Err(Code::Cancelled)),
+    ] {
+        let (near, far) = tokio::io::duplex(1 << 16);
+        let (ends, mut ended) = mpsc::unbounded_channel();
+        tokio::spawn(async move {
+            let mut connection = h2::server::Builder::new().handshake(far).await.unwrap();
+            while let Some(Ok((request, respond))) = connection.accept().await {
+                tokio::spawn(serve(Ends(ends.clone()), request, respond));
+            }
+        });
+        let (requests, connection) = h2::client::handshake(near).await.unwrap();
+        let connection = tokio::spawn(connection);
+        let request = Request::post(format!("http://server{PATH}"));
+        let request = request.header("content-type", "application/grpc");
+        let request = request.body(()).unwrap();
+        let mut requests = requests.ready().await.unwrap();
+        let (response, mut stream) = requests.send_request(request, false).unwrap();
+        response.await.unwrap();
+        match reason {
+            Some(reason) => stream.send_reset(reason),
+            None => connection.abort(),
+        }
+        assert_eq!(ended.recv().await.unwrap(), expected, "{reason:?}");
+    }
+}
+
+#[tokio::test]
+async fn answer_that_its_server_breaks_off_ends_with_the_code_of_grpc() {
+    for (reason, expected) in [
+        (Some(h2::Reason::CANCEL), Code::Cancelled),
+        (Some(h2::Reason::REFUSED_STREAM), Code::Unavailable),
+        (Some(h2::Reason::INTERNAL_ERROR), Code::Internal),
+        (None, Code::Unavailable),
+    ] {
+        let (near, far) = tokio::io::duplex(1 << 16);
+        tokio::spawn(async move {
+            let mut connection = h2::server::handshake(far).await.unwrap();
+            let (_request, mut respond) = connection.accept().await.unwrap().unwrap();
+            let mut stream = respond.send_response(Response::new(()), false).unwrap();
+            // The head leaves before the reset or the end of the connection.
+            let head = timeout(Duration::from_millis(10), connection.accept());
+            head.await.map(|_| ()).unwrap_err();
+            if let Some(reason) = reason {
+                stream.send_reset(reason);
+                connection.accept().await;
+            }
+        });
+        let (_, mut reader) = call_over(near, "me").await.unwrap();
+        let status = reader.message().await.unwrap_err();
+        assert_eq!(status.code(), expected, "{reason:?}");
+    }
 }
 
 #[tokio::test]
