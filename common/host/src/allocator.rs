@@ -9,8 +9,8 @@ pub use tikv_jemallocator::Jemalloc;
 
 /// Settings of jemalloc, as a C string. Memory of a past peak returns to the system within seconds. Each
 /// arena keeps some unused memory, so the number of arenas is small; a small number is enough because a
-/// connection stays on one thread. No huge pages, even if the system gives huge pages to every program: the HTTP/2
-/// buffers of an idle connection use only their first pages.
+/// connection stays on one thread. jemalloc uses no huge pages, even if the system gives huge pages to every program:
+/// the HTTP/2 buffers of an idle connection use only their first pages.
 pub const SETTINGS: &[u8; 97] =
     b"narenas:4,dirty_decay_ms:2000,muzzy_decay_ms:0,tcache_max:524288,\
 tcache_nslots_large:4,thp:never\0";

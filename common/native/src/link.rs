@@ -1,4 +1,4 @@
-//! One HTTP/2 connection of the native transport, or of a packet stream: the settings and the driver.
+//! One HTTP/2 connection of the native transport, or of packet streams: the settings and the driver.
 
 mod packets;
 
@@ -39,7 +39,7 @@ pub struct Opener<S, B: Buf = Chunk> {
 }
 
 /// Server end of an HTTP/2 connection, which accepts streams; used by the agent for a native agent connection, and by
-/// the server for a packet stream.
+/// the server for the packet streams of agents and of clients.
 pub struct Taker<S, B: Buf = Chunk> {
     connection: server::Connection<CountingReader<S>, B>,
     tuner: Tuner,
@@ -339,7 +339,7 @@ mod tests {
         }
     }
 
-    /// A ping of each new client would cost each dial of a stock client a round trip.
+    /// Stock clients open a connection for each dial. A ping would cost each of them a packet and a wake-up at each end.
     #[tokio::test(start_paused = true)]
     async fn client_of_a_front_end_is_pinged_only_after_the_idle_time() {
         let (near, mut far) = duplex(1 << 16);
@@ -347,6 +347,8 @@ mod tests {
         far.write_all(&SETTINGS).await.unwrap();
         let mut taker = Taker::<_, Chunk>::for_client(near, SHORT).await.unwrap();
         let run = tokio::spawn(async move { taker.next().await.map(|_| ()) });
+        sleep(SHORT.idle / 2).await;
+        far.write_all(&WINDOW_UPDATE).await.unwrap();
         let (times, _) = four_pings(far).await;
         run.abort();
         let idle = SHORT.idle.as_secs();

@@ -128,7 +128,8 @@ pub struct Tuner {
     asked: Option<Asked>,
     /// Value of [`Inbound::link_changes`] at the last look.
     link_changes: u32,
-    /// Time of the last measurement, and the received bytes at that time.
+    /// Time of the last measurement, and the received bytes at that time. If nothing is measured, the last time at which
+    /// bytes had arrived.
     last: (Instant, u64),
     /// Time of the last frame on a small stream, and the number of such frames so far.
     small: (Option<Instant>, usize),
@@ -266,11 +267,11 @@ impl Inbound {
     }
 
     /// Returns the number of bytes that arrived along the path. A packet stream is the only stream of its connection,
-    /// so all bytes count.
+    /// so all bytes count. All bytes count, too, if nothing is measured.
     fn arrived(&self) -> u64 {
-        match self.is_of_connection() {
-            true => self.heard(),
-            false => self.received.load(Ordering::Relaxed),
+        match self.profile {
+            WindowProfile::Packets | WindowProfile::Unmeasured(_) => self.heard(),
+            WindowProfile::Shared | WindowProfile::Fixed(_) => self.stream_bytes(),
         }
     }
 
@@ -286,9 +287,10 @@ impl Tuner {
     /// Creates the tuner of a connection with the window profile of `inbound`. All streams together should
     /// keep at most `budget` unread bytes, but every stream may keep [`CROWDED_BYTES`].
     pub fn new(ping: PingPong, inbound: Arc<Inbound>, budget: usize, pings: Pings) -> Self {
-        // The first measurement, on an idle path, is the best.
         let first_ping = match inbound.profile.is_measured() {
+            // The first measurement, on an idle path, is the best.
             true => Duration::ZERO,
+            // Pings only find out that the peer is gone.
             false => pings.idle,
         };
         Self {
@@ -358,6 +360,10 @@ impl Tuner {
         }
         self.look_at_link();
         let received = self.inbound.arrived();
+        let is_measured = self.inbound.profile.is_measured();
+        if !is_measured && received != self.last.1 {
+            self.last = (Instant::now(), received);
+        }
         if let Some(asked) = &self.asked {
             if let Poll::Ready(answer) = self.ping.poll_pong(cx) {
                 let (bytes, took) = (received - asked.received, asked.at.elapsed());
@@ -373,7 +379,9 @@ impl Tuner {
                 }
             }
         } else if self.inbound.probe.swap(false, Ordering::Relaxed)
-            || (received - self.last.1 >= SAMPLE_BYTES && self.last.0.elapsed() >= SAMPLE_PAUSE)
+            || (is_measured
+                && received - self.last.1 >= SAMPLE_BYTES
+                && self.last.0.elapsed() >= SAMPLE_PAUSE)
         {
             self.ask(received);
         }
@@ -387,6 +395,9 @@ impl Tuner {
                 Some(asked) => {
                     asked.heard = heard;
                     self.set_alarm(self.pings.timeout);
+                }
+                None if !is_measured && self.last.0.elapsed() < self.pings.idle => {
+                    self.set_alarm(self.pings.idle - self.last.0.elapsed());
                 }
                 None => self.ask(received),
             }

@@ -39,8 +39,14 @@ const HELD_BYTES: usize = OPENER_HELD_BYTES;
 /// Receive window of a stream of a client, in bytes.
 pub const CLIENT_WINDOW_BYTES: u32 = 1024 * 1024;
 
-/// Receive window of all streams of a client together, in bytes. Stock clients open one stream on a connection.
-const CLIENT_CONNECTION_WINDOW_BYTES: u32 = 40 * 1024 * 1024;
+/// Receive window of all streams of a client together, in bytes: 40 full streams. Stock clients open one stream on a
+/// connection.
+const CLIENT_CONNECTION_WINDOW_BYTES: u32 = 40 * CLIENT_WINDOW_BYTES;
+
+/// Budget for unread small DATA frames of a client, in bytes as `h2` counts them: 256 less the length of each frame. The
+/// frames of a client stay unread while its endpoint reads nothing. The budget covers a stream that is full of the
+/// smallest messages: frames of 14 bytes count 17.3 MiB.
+const CLIENT_SMALL_FRAMES: usize = 20 * 1024 * 1024;
 
 /// Number of calls that an agent opens on one connection.
 const CALLS: usize = 1;
@@ -60,7 +66,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Taker<S, B> {
         let mut settings = server::Builder::new();
         settings
             .initial_window_size(PACKETS_LONG_PATH_BYTES)
-            .max_concurrent_streams(streams);
+            .max_concurrent_streams(streams)
+            .data_frame_budget(SMALL_FRAMES);
         Self::of_calls(settings, stream, inbound, pings).await
     }
 
@@ -73,7 +80,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Taker<S, B> {
         let mut settings = server::Builder::new();
         settings
             .initial_window_size(CLIENT_WINDOW_BYTES)
-            .initial_connection_window_size(CLIENT_CONNECTION_WINDOW_BYTES);
+            .initial_connection_window_size(CLIENT_CONNECTION_WINDOW_BYTES)
+            .data_frame_budget(CLIENT_SMALL_FRAMES);
         Self::of_calls(settings, stream, Arc::new(inbound), pings).await
     }
 
@@ -88,7 +96,6 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Taker<S, B> {
             .max_send_buffer_size(SERVER_SEND_BYTES)
             .max_header_list_size(HEADER_BYTES)
             .max_local_error_reset_streams(Some(ERROR_RESETS))
-            .data_frame_budget(SMALL_FRAMES)
             .handshake::<_, B>(CountingReader::new(stream, inbound.clone()))
             .await?;
         let ping = connection.ping_pong().ok_or_else(unpingable)?;

@@ -38,7 +38,8 @@ pub enum WindowProfile {
     /// small messages flow alongside bulk traffic. Before [`Inbound::admit`](super::Inbound::admit), the connection has HTTP/2's default
     /// window, and nothing is measured.
     Packets,
-    /// Connections from the same machine or network: each stream has a given window in bytes, and nothing is measured.
+    /// Connections from the same machine or network: each stream has a given window in bytes, which never changes. Only a
+    /// silent peer is pinged.
     Unmeasured(u32),
 }
 

@@ -222,6 +222,40 @@ async fn peer_gets_the_default_window_before_its_admission() {
     timeout(LIMIT, opened).await.unwrap();
 }
 
+/// A client may fill the window of its stream with frames of 14 bytes: messages of one byte.
+#[tokio::test(start_paused = true)]
+async fn smallest_messages_of_a_client_may_fill_its_window() {
+    let (near, far) = duplex(1 << 16);
+    let (bodies, mut called) = mpsc::unbounded_channel();
+    tokio::spawn(async move {
+        let mut taker = Taker::<_, Bytes>::for_client(near, PINGS).await.unwrap();
+        while let Ok(Some((request, mut respond))) = taker.next().await {
+            let answer = respond.send_response(Response::new(()), false);
+            bodies.send((request.into_body(), answer.unwrap())).unwrap();
+        }
+    });
+    let (requests, connection) = h2::client::handshake(far).await.unwrap();
+    tokio::spawn(connection);
+    let mut requests = requests.ready().await.unwrap();
+    let (_, mut packets) = requests.send_request(Request::new(()), false).unwrap();
+    let (mut body, _answer) = called.recv().await.unwrap();
+    let mut sent = 0;
+    while sent + 14 <= CLIENT_WINDOW_BYTES as usize {
+        packets.reserve_capacity(14);
+        let room = poll_fn(|cx| packets.poll_capacity(cx));
+        timeout(LIMIT, room).await.unwrap().unwrap().unwrap();
+        packets
+            .send_data(Bytes::from_static(&[0; 14]), false)
+            .unwrap();
+        sent += 14;
+    }
+    let mut read = 0;
+    while read < sent {
+        let bytes = timeout(LIMIT, body.data()).await.unwrap();
+        read += bytes.unwrap().unwrap().len();
+    }
+}
+
 /// `h2` counts unread small frames against a budget, which by default follows the window of the connection.
 #[tokio::test(start_paused = true)]
 async fn unread_small_messages_do_not_end_the_connection() {
