@@ -28,8 +28,9 @@ const CONNECTION_WINDOW_BYTES: u32 = 1 << 30;
 /// Window of all streams of an agent that is not authenticated yet, in bytes: its introduction.
 const HELLO_WINDOW_BYTES: u32 = 80 * 1024;
 
-/// Largest number of bytes that wait for the peer's acknowledgements.
-pub(super) const SEND_WINDOW_BYTES: u32 = 16 << 20;
+/// Largest number of bytes that wait for the peer's acknowledgements: 16 full windows of streams. Once they are used up,
+/// small streams and the answers of dials wait, too.
+pub(super) const SEND_WINDOW_BYTES: u32 = 16 * STREAM_WINDOW_BYTES;
 
 /// Number of streams that an agent permits at first. quinn-proto has an entry for each permitted stream, open or not.
 pub(super) const AGENT_STREAMS: u32 = 256;
