@@ -14,6 +14,7 @@
 //! the update at once ([`Inbound::is_due`]), and checks again when the window in force changes. A connection window
 //! cannot stall: the sender keeps its window, and `h2` withholds updates until the smaller window is in force.
 
+mod estimate;
 mod profile;
 
 use std::future::Future as _;
@@ -31,6 +32,7 @@ use tokio::time::{Instant, Sleep, sleep};
 
 use super::buffers::Buffers;
 
+use self::estimate::Estimate;
 pub use self::profile::{
     BESIDE_BYTES, CROWDED_BYTES, LONG_PATH_BYTES, PACKETS_BESIDE_BYTES, PACKETS_LONG_PATH_BYTES,
     SHORT_PATH_BYTES, WindowProfile,
@@ -44,12 +46,6 @@ const SAMPLE_PAUSE: Duration = Duration::from_millis(50);
 
 /// Time for which a small stream counts as active after a frame.
 const SMALL_LINGER: Duration = Duration::from_secs(1);
-
-/// Number of consecutive measurements that must call for a smaller window before the window shrinks.
-const SHRINK_AFTER: u32 = 8;
-
-/// Number of measurements for which the shortest round trip stays valid, because routes change.
-const FORGET_AFTER: u32 = 4096;
 
 /// Unread bytes of all streams of one connection together at an [`Opener`](super::link::Opener): the server
 /// and the node tunnel. Above this total, each stream may keep at most [`CROWDED_BYTES`].
@@ -144,21 +140,6 @@ struct Asked {
     heard: u64,
     /// True if the link broke since the ping. The time until the answer says nothing about the path.
     is_void: bool,
-}
-
-/// Computation of the window, without I/O.
-#[derive(Debug)]
-struct Estimate {
-    window: u32,
-    profile: WindowProfile,
-    budget: usize,
-    /// True while small streams are active.
-    beside: bool,
-    /// Bandwidth-delay product of the path by the last measurement, in bytes.
-    bdp: u32,
-    shortest: Duration,
-    samples: u32,
-    smaller: u32,
 }
 
 // === impl Pings ===
@@ -437,79 +418,6 @@ impl Tuner {
 
     fn set_alarm(&mut self, after: Duration) {
         self.alarm.as_mut().reset(Instant::now() + after);
-    }
-}
-
-// === impl Estimate ===
-
-impl Estimate {
-    fn new(profile: WindowProfile, budget: usize) -> Self {
-        Self {
-            window: profile.short_path(),
-            profile,
-            budget,
-            beside: false,
-            bdp: 0,
-            shortest: Duration::MAX,
-            samples: 0,
-            smaller: 0,
-        }
-    }
-
-    /// Shrinks the window at once if too many bytes are unread.
-    fn crowded(&mut self, held: usize) {
-        self.window = self.window.min(self.limit(held));
-    }
-
-    /// Shrinks the window at once when a small stream appears alongside bulk traffic.
-    fn beside(&mut self) {
-        self.beside = true;
-        self.window = self.window.min(self.wanted());
-    }
-
-    fn measured(&mut self, bytes: u64, took: Duration, held: usize) {
-        self.samples += 1;
-        if took < self.shortest || self.samples >= FORGET_AFTER {
-            self.shortest = took;
-            self.samples = 0;
-        }
-        let share = self.shortest.as_secs_f64() / took.as_secs_f64().max(f64::EPSILON);
-        let bdp = (bytes as f64 * share) as u64;
-        self.bdp = u32::try_from(bdp).unwrap_or(LONG_PATH_BYTES);
-        let wanted = self.wanted().min(self.limit(held));
-        self.smaller = if wanted < self.window {
-            self.smaller + 1
-        } else {
-            0
-        };
-        if wanted >= self.window || self.smaller >= SHRINK_AFTER {
-            self.window = wanted;
-            self.smaller = 0;
-        }
-    }
-
-    /// Returns twice the bandwidth-delay product, and at least the window of a short path.
-    fn wanted(&self) -> u32 {
-        let floor = match self.beside {
-            true => self.profile.beside(),
-            false => self.profile.short_path(),
-        };
-        let twice = self.bdp.saturating_mul(2);
-        let (_, ceiling) = self.profile.limits();
-        twice.clamp(floor, ceiling).next_power_of_two()
-    }
-
-    /// Returns the largest window while `held` bytes are unread: half of the remaining budget, so that several
-    /// streams can stall before the next check, plus a sixteenth of the remaining budget. Without the
-    /// sixteenth, a few unread bytes in a moving stream would halve the window, which is rounded down to a
-    /// power of two.
-    fn limit(&self, held: usize) -> u32 {
-        let share = self.budget.saturating_sub(held) / 16 * 9;
-        let share = u32::try_from(share).unwrap_or(u32::MAX);
-        // Largest power of two up to `share`.
-        let power = 1u32.checked_shl(share.checked_ilog2().unwrap_or(0));
-        let (smallest, largest) = self.profile.limits();
-        power.unwrap_or(u32::MAX).clamp(smallest, largest)
     }
 }
 
