@@ -67,14 +67,15 @@ struct Path {
     before: Duration,
     /// Number of consecutive measurements with round trips longer than the bound explains.
     long: u32,
-    /// The last rates, in bytes per second.
+    /// The last rates in bytes per second, the latest at the end.
     rates: [f64; RATES],
-    next: usize,
     /// The rate at its last growth, and the number of measurements since.
     grown: f64,
     measurements: u32,
     /// The current measurement.
     current: Measurement,
+    /// Largest number of bytes to have in flight, computed after each measurement; `None` during the search for the rate.
+    bound: Option<u64>,
 }
 
 /// A measurement in progress.
@@ -145,7 +146,7 @@ impl Controller for BoundedBbr {
 
     fn window(&self) -> u64 {
         let window = self.bbr.window();
-        match self.path.bound() {
+        match self.path.bound {
             Some(bound) => window.min(bound.max(LEAST_PACKETS * self.mtu)),
             None => window,
         }
@@ -180,10 +181,10 @@ impl Path {
             before: Duration::MAX,
             long: 0,
             rates: [0.0; RATES],
-            next: 0,
             grown: 0.0,
             measurements: 0,
             current: Measurement::new(now),
+            bound: None,
         }
     }
 
@@ -227,6 +228,12 @@ impl Path {
             return;
         }
         let ended = std::mem::replace(&mut self.current, Measurement::new(now));
+        self.add(&ended, time, window);
+        self.bound = self.is_bounded().then(|| self.limit());
+    }
+
+    /// Adds a measurement that took `time`.
+    fn add(&mut self, ended: &Measurement, time: Duration, window: u64) {
         let mean = ended.round_trips / ended.acked as f64;
         let jitter = (mean - ended.shortest.as_secs_f64()).max(0.0);
         self.jitter += JITTER_SHARE * (jitter - self.jitter);
@@ -238,10 +245,10 @@ impl Path {
         if is_least && rate <= self.rate() {
             return;
         }
-        if let Some(slot) = self.rates.get_mut(self.next) {
-            *slot = rate;
+        self.rates.rotate_left(1);
+        if let Some(oldest) = self.rates.last_mut() {
+            *oldest = rate;
         }
-        self.next = (self.next + 1) % RATES;
         if self.is_bounded() {
             return;
         }
@@ -274,12 +281,8 @@ impl Path {
         self.measurements >= MEASUREMENTS_WITHOUT_GROWTH
     }
 
-    /// Returns the largest number of bytes to have in flight: the bandwidth-delay product, and a short queue. Returns
-    /// `None` during the search for the rate.
-    fn bound(&self) -> Option<u64> {
-        if !self.is_bounded() {
-            return None;
-        }
+    /// Returns the largest number of bytes to have in flight: the bandwidth-delay product, and a short queue.
+    fn limit(&self) -> u64 {
         let permitted = self.permitted().as_secs_f64();
         let gain = match self.long % PROBES == PROBES - 1 {
             // The link loses rate by the ratio of the round trips, and a probe regains more than that.
@@ -288,7 +291,7 @@ impl Path {
                 .clamp(1.0, PROBE),
             false => 1.0,
         };
-        Some((gain * self.rate() * permitted) as u64)
+        (gain * self.rate() * permitted) as u64
     }
 }
 
@@ -351,31 +354,31 @@ mod tests {
         let mut measured = Measured::new();
         for doubled in 0..10 {
             measured.measure(1, 1000 << doubled, false);
-            assert_eq!(measured.path.bound(), None);
+            assert_eq!(measured.path.bound, None);
         }
         measured.measure(3, 512_000, false);
         // 25.6 MB/s for 30 ms.
-        assert_eq!(measured.path.bound(), Some(768_000));
+        assert_eq!(measured.path.bound, Some(768_000));
     }
 
     #[test]
     fn sender_with_little_to_send_keeps_the_rate_of_its_path() {
         let mut measured = Measured::new();
         measured.measure(20, 20_000, true);
-        assert_eq!(measured.path.bound(), None);
+        assert_eq!(measured.path.bound, None);
         measured.measure(20, 20_000, false);
-        let bound = measured.path.bound();
+        let bound = measured.path.bound;
         assert_eq!(bound, Some(30_000));
         measured.measure(100, 100, true);
-        assert_eq!(measured.path.bound(), bound);
+        assert_eq!(measured.path.bound, bound);
         for _ in 0..2 * RATES {
             measured.ping(Duration::from_secs(10));
         }
-        assert_eq!(measured.path.bound(), bound);
+        assert_eq!(measured.path.bound, bound);
         measured.measure(RATES as u32, 10_000, false);
-        assert_eq!(measured.path.bound(), Some(15_000));
+        assert_eq!(measured.path.bound, Some(15_000));
         // Acknowledgements prove a rate, whatever the sender has to send.
         measured.measure(1, 20_000, true);
-        assert_eq!(measured.path.bound(), bound);
+        assert_eq!(measured.path.bound, bound);
     }
 }
