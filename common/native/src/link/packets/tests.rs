@@ -80,6 +80,17 @@ struct Stream {
     unread: Option<RecvStream>,
 }
 
+/// Takes calls, and passes their bodies and their answers on.
+async fn take(
+    mut taker: Taker<DuplexStream, Bytes>,
+    bodies: mpsc::UnboundedSender<(RecvStream, SendStream<Bytes>)>,
+) {
+    while let Ok(Some((request, mut respond))) = taker.next().await {
+        let answer = respond.send_response(Response::new(()), false);
+        bodies.send((request.into_body(), answer.unwrap())).unwrap();
+    }
+}
+
 impl Stream {
     /// Connects an agent. The server reads the body if `reads` is true.
     async fn open(one_way: Duration, reads: bool) -> Self {
@@ -87,17 +98,8 @@ impl Stream {
         let (near, far) = path(&along);
         let inbound = Arc::new(Inbound::new(WindowProfile::Packets));
         let (bodies, mut called) = mpsc::unbounded_channel();
-        tokio::spawn({
-            let inbound = inbound.clone();
-            async move {
-                let taker = Taker::<_, Bytes>::for_packets(near, inbound, 16, PINGS).await;
-                let mut taker = taker.unwrap();
-                while let Ok(Some((request, mut respond))) = taker.next().await {
-                    let answer = respond.send_response(Response::new(()), false);
-                    bodies.send((request.into_body(), answer.unwrap())).unwrap();
-                }
-            }
-        });
+        let taker = Taker::for_packets(near, inbound.clone(), 16, PINGS);
+        tokio::spawn(async move { take(taker.await.unwrap(), bodies).await });
         let (requests, connection) = h2::client::handshake(far).await.unwrap();
         tokio::spawn(connection);
         let mut requests = requests.ready().await.unwrap();
@@ -227,13 +229,8 @@ async fn peer_gets_the_default_window_before_its_admission() {
 async fn smallest_messages_of_a_client_may_fill_its_window() {
     let (near, far) = duplex(1 << 16);
     let (bodies, mut called) = mpsc::unbounded_channel();
-    tokio::spawn(async move {
-        let mut taker = Taker::<_, Bytes>::for_client(near, PINGS).await.unwrap();
-        while let Ok(Some((request, mut respond))) = taker.next().await {
-            let answer = respond.send_response(Response::new(()), false);
-            bodies.send((request.into_body(), answer.unwrap())).unwrap();
-        }
-    });
+    let taker = Taker::for_client(near, PINGS);
+    tokio::spawn(async move { take(taker.await.unwrap(), bodies).await });
     let (requests, connection) = h2::client::handshake(far).await.unwrap();
     tokio::spawn(connection);
     let mut requests = requests.ready().await.unwrap();
