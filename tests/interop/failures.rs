@@ -1,6 +1,8 @@
 //! Failed dials, and dials cancelled by the client.
 
-use culvert_tests::{black_hole, eventually};
+use culvert_kit::services::Services;
+use culvert_tests::interop::Interop;
+use culvert_tests::{Executable, Mode, Topology, Transport, black_hole, eventually};
 use serde_json::Value;
 
 use crate::case::{Case, LIMIT, Make, Tunnel, server_value};
@@ -59,4 +61,38 @@ async fn notices_the_given_up_dial(tunnel: &Tunnel) {
         (given_up == 1.0).then_some(()).ok_or(given_up)
     })
     .await;
+}
+
+/// Returns the codes that a server counts for the streams of a client that leaves.
+async fn codes_of_a_client_that_leaves(server: Executable, target: &str) -> Vec<String> {
+    let builder = Topology::builder(Mode::Grpc, Transport::Uds).server(server, &[]);
+    let topology = builder.agent(Executable::Ours, &[]).start().await;
+    drop(topology.connect(target).await.unwrap());
+    eventually("the server counts the end", LIMIT, async || {
+        let metrics = topology.server_metrics(0).await;
+        let name = "konnectivity_network_proxy_server_stream_errors_total";
+        let samples = metrics.samples(name);
+        let samples = samples.filter(|sample| sample.labels["segment"] == "from_client");
+        let codes: Vec<_> = samples
+            .map(|sample| sample.labels["code"].clone())
+            .collect();
+        (!codes.is_empty())
+            .then_some(codes)
+            .ok_or_else(|| metrics.text().to_owned())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn client_that_leaves_is_counted_with_the_code_of_the_stock_server() {
+    let Some(interop) = Interop::get() else {
+        return;
+    };
+    let services = Services::start().await.unwrap();
+    let target = services.raw.to_string();
+    let stock = Executable::At(interop.proxy_server.clone());
+    let codes = codes_of_a_client_that_leaves(stock, &target).await;
+    assert_eq!(codes, ["Canceled"]);
+    let ours = codes_of_a_client_that_leaves(Executable::Ours, &target).await;
+    assert_eq!(ours, codes);
 }

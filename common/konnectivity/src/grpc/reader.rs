@@ -188,16 +188,18 @@ where
     }
 }
 
-/// Returns the code for the end of a response by an error of HTTP/2: the gRPC mapping of HTTP/2 error codes, and
+/// Returns the code for the end of a response by an error of HTTP/2: grpc-go's mapping of the codes of resets, and
 /// `Unavailable` for a lost connection.
 fn code_of(error: &h2::Error) -> Code {
     match error.reason() {
-        Some(Reason::CANCEL) => Code::Cancelled,
-        Some(Reason::ENHANCE_YOUR_CALM) => Code::ResourceExhausted,
-        Some(Reason::INADEQUATE_SECURITY) => Code::PermissionDenied,
-        Some(Reason::REFUSED_STREAM) | None => Code::Unavailable,
-        Some(_) if error.is_go_away() => Code::Unavailable,
-        Some(_) => Code::Internal,
+        Some(reason) if error.is_reset() => match reason {
+            Reason::CANCEL => Code::Cancelled,
+            Reason::ENHANCE_YOUR_CALM | Reason::FLOW_CONTROL_ERROR => Code::ResourceExhausted,
+            Reason::INADEQUATE_SECURITY => Code::PermissionDenied,
+            Reason::REFUSED_STREAM => Code::Unavailable,
+            _ => Code::Internal,
+        },
+        _ => Code::Unavailable,
     }
 }
 

@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use culvert_proto::proxy_service_client::ProxyServiceClient;
 use futures_util::FutureExt as _;
+use h2::SendStream;
+use h2::client::{ResponseFuture, SendRequest};
 use http::{Request, Response, StatusCode};
 use hyper::body::Incoming;
 use hyper::server::conn::http2 as server;
@@ -203,6 +205,15 @@ impl Service<Received> for Silent {
     }
 }
 
+/// Begins a call, and leaves its messages to the caller.
+async fn begin(requests: SendRequest<Bytes>) -> (ResponseFuture, SendStream<Bytes>) {
+    let request = Request::post(format!("http://server{PATH}"));
+    let request = request.header("content-type", "application/grpc");
+    let request = request.body(()).unwrap();
+    let mut requests = requests.ready().await.unwrap();
+    requests.send_request(request, false).unwrap()
+}
+
 #[tokio::test]
 async fn call_that_the_client_resets_ends_before_its_answer() {
     let (near, far) = tokio::io::duplex(1 << 16);
@@ -217,11 +228,7 @@ async fn call_that_the_client_resets_ends_before_its_answer() {
     });
     let (requests, connection) = h2::client::handshake(near).await.unwrap();
     tokio::spawn(connection);
-    let request = Request::post(format!("http://server{PATH}"));
-    let request = request.header("content-type", "application/grpc");
-    let request = request.body(()).unwrap();
-    let mut requests = requests.ready().await.unwrap();
-    let (_response, mut stream) = requests.send_request(request, false).unwrap();
+    let (_response, mut stream) = begin(requests).await;
     while Arc::strong_count(&calls) < 3 {
         tokio::task::yield_now().await;
     }
@@ -257,9 +264,9 @@ impl Service<Received> for Ends {
     }
 }
 
-/// The code is a label of a metric.
+/// The code is a label of a metric. A reset without an error is an ordinary end.
 #[tokio::test]
-async fn call_that_its_client_resets_ends_with_the_code_of_grpc_go() {
+async fn call_that_its_client_breaks_off_ends_as_cancelled() {
     for (reason, expected) in [
         (Some(h2::Reason::CANCEL), Err(Code::Cancelled)),
         (Some(h2::Reason::NO_ERROR), Ok(())),
@@ -276,11 +283,7 @@ async fn call_that_its_client_resets_ends_with_the_code_of_grpc_go() {
         });
         let (requests, connection) = h2::client::handshake(near).await.unwrap();
         let connection = tokio::spawn(connection);
-        let request = Request::post(format!("http://server{PATH}"));
-        let request = request.header("content-type", "application/grpc");
-        let request = request.body(()).unwrap();
-        let mut requests = requests.ready().await.unwrap();
-        let (response, mut stream) = requests.send_request(request, false).unwrap();
+        let (response, mut stream) = begin(requests).await;
         response.await.unwrap();
         match reason {
             Some(reason) => stream.send_reset(reason),
