@@ -12,7 +12,7 @@ use anyhow::Context as _;
 use culvert_host::net::congestion::{ChosenCongestion, congestion};
 use culvert_host::net::listen::tune;
 use culvert_host::net::readahead::ReadAhead;
-use culvert_host::net::{dial, proxy};
+use culvert_host::net::{dial, long_path, proxy};
 use culvert_host::tls;
 use culvert_host::tls::reload::{ClientFiles, ClientTls};
 use culvert_konnectivity::grpc::{self, CallError, Piece, Reader};
@@ -321,6 +321,8 @@ impl Connector {
         // An error here is ignored: if the connection is already gone, the TLS handshake fails too.
         let _ = tune(&stream);
         self.congestion.apply(&stream);
+        long_path::limit_unsent(&stream);
+        long_path::enlarge_send_buffer(&stream);
         Ok((stream, via))
     }
 

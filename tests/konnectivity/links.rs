@@ -1,7 +1,9 @@
 //! Server and agent on two sides of a link that loses, delays or stops packets.
 
+use std::process::Command;
 use std::time::Duration;
 
+use culvert_host::net::long_path;
 use culvert_kit::check;
 use culvert_kit::client::BoxedStream;
 use culvert_kit::pki::CLUSTER_NAME;
@@ -9,6 +11,8 @@ use culvert_kit::services::Services;
 use culvert_tests::link::{self, Conditions, FAR, Link};
 use culvert_tests::namespace::{alone, hosts};
 use culvert_tests::{Mode, Topology, Transport};
+use socket2::SockRef;
+use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
@@ -68,6 +72,90 @@ fn bytes_arrive_over_a_link_that_loses_packets_with_connect() {
     if link::is_possible() {
         alone(async || carry(Mode::HttpConnect).await);
     }
+}
+
+#[test]
+fn handshake_along_a_long_path_limits_unsent_bytes_at_both_ends() {
+    if !link::is_possible() {
+        return;
+    }
+    alone(async || {
+        let conditions = Conditions {
+            delay: Duration::from_millis(5),
+            ..Conditions::default()
+        };
+        let _link = Link::start(conditions, 1).unwrap();
+        let listener = TcpListener::bind("0.0.0.0:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        for (host, is_limited) in [("127.0.0.1", false), (FAR, true)] {
+            let dialed = TcpStream::connect((host, port)).await.unwrap();
+            let (accepted, _) = listener.accept().await.unwrap();
+            for stream in [dialed, accepted] {
+                let unsent = || SockRef::from(&stream).tcp_notsent_lowat().unwrap();
+                let before = unsent();
+                long_path::limit_unsent(&stream);
+                assert_eq!(unsent() != before, is_limited, "{host}");
+            }
+        }
+    });
+}
+
+/// Returns the numbers of unsent bytes of the TCP connections of this network whose peer is beyond the link, and the sum of
+/// their packets in flight.
+fn unsent_bytes() -> (Vec<u64>, u64) {
+    let shown = Command::new("ss")
+        .args(["-tinH", "state", "established"])
+        .output();
+    let shown = String::from_utf8(shown.expect("ss").stdout).unwrap();
+    let field = |line: &str, name: &str| {
+        let value = line
+            .split_whitespace()
+            .find_map(|word| word.strip_prefix(name));
+        value.map_or(0, |value| value.parse().unwrap())
+    };
+    // The second line of a connection has its state. Packets of the loopback interface are larger than those of the link.
+    let states = shown.lines().filter(|line| line.contains("mss:14"));
+    let states: Vec<(u64, u64)> = states
+        .map(|line| (field(line, "notsent:"), field(line, "unacked:")))
+        .collect();
+    let in_flight = states.iter().map(|(_, packets)| packets).sum();
+    (
+        states.into_iter().map(|(unsent, _)| unsent).collect(),
+        in_flight,
+    )
+}
+
+#[test]
+fn bulk_beyond_a_long_path_does_not_wait_in_the_kernel() {
+    if !link::is_possible() {
+        return;
+    }
+    alone(async || {
+        let conditions = Conditions {
+            delay: Duration::from_millis(20),
+            rate: Some(4e6),
+            queue: Duration::from_millis(500),
+            ..Conditions::default()
+        };
+        let _link = Link::start(conditions, 1).unwrap();
+        let services = Services::start().await.unwrap();
+        let topology = start(Mode::HttpConnect).await;
+        let mut bulk = JoinSet::new();
+        for _ in 0..4 {
+            bulk.spawn(check::download(open(&topology, &services).await, 64 * MIB));
+            bulk.spawn(check::upload(open(&topology, &services).await, 64 * MIB));
+        }
+        let (mut most, mut busy) = (0, 0);
+        for _ in 0..30 {
+            sleep(Duration::from_millis(100)).await;
+            let (unsent, in_flight) = unsent_bytes();
+            assert_eq!(unsent.len(), 2, "the ends of one connection");
+            most = most.max(unsent.into_iter().max().unwrap_or_default());
+            busy += u64::from(in_flight > 100);
+        }
+        assert!(busy > 10, "busy at {busy} of 30 looks");
+        assert!(most > 0 && most < 384 * 1024, "{most} unsent bytes");
+    });
 }
 
 #[test]

@@ -3,8 +3,8 @@
 use culvert_host::flags::HostPort;
 use culvert_host::net::congestion::{ChosenCongestion, disable_bbr_on_loopback};
 use culvert_host::net::dial::dial;
-use culvert_host::net::proxy;
 use culvert_host::net::readahead::ReadAhead;
+use culvert_host::net::{long_path, proxy};
 use culvert_host::tls::{self, Identity, TlsError, TlsOptions, TrustBundle};
 use tokio::net::TcpStream;
 use tokio::task::spawn_blocking;
@@ -57,6 +57,8 @@ impl SeedProxy {
             }
         };
         self.congestion.apply(&stream);
+        long_path::limit_unsent(&stream);
+        long_path::enlarge_send_buffer(&stream);
         disable_bbr_on_loopback(&stream);
         Ok(stream)
     }

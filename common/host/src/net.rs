@@ -9,6 +9,7 @@ pub mod destinations;
 pub mod dial;
 pub mod listen;
 pub mod literal;
+pub mod long_path;
 pub mod loss;
 pub mod networks;
 pub mod options;

@@ -16,7 +16,7 @@ use tokio::sync::Notify;
 use tokio::time::timeout;
 use tokio_util::task::TaskTracker;
 
-use super::buffers::{Buffers, Listed};
+use super::buffers::Listed;
 use super::window::Inbound;
 use super::{close_reason, reset_code};
 
@@ -59,7 +59,7 @@ pub struct NativeSink {
     /// A chunk of at least this many bytes waits until this many bytes fit the window and the queue.
     enough: usize,
     allowance: Option<Arc<Allowance>>,
-    buffers: Arc<Buffers>,
+    inbound: Arc<Inbound>,
     finished: bool,
     lost: CloseReason,
 }
@@ -96,7 +96,6 @@ pub fn halves(
     lost: CloseReason,
 ) -> (NativeSource, NativeSink) {
     let stream = Arc::new(Mutex::new(send));
-    let buffers = inbound.buffers.clone();
     let source = NativeSource {
         stream: receive,
         sending: stream.clone(),
@@ -108,7 +107,7 @@ pub fn halves(
         done: 0,
         recent: 0,
         small: false,
-        inbound,
+        inbound: inbound.clone(),
         lost,
     };
     let sink = NativeSink {
@@ -116,7 +115,7 @@ pub fn halves(
         queued: Arc::default(),
         enough: ENOUGH_BYTES,
         allowance: None,
-        buffers,
+        inbound,
         finished: false,
         lost,
     };
@@ -235,6 +234,21 @@ impl NativeSink {
         }
     }
 
+    /// Sends `bytes` in as few chunks as the path permits. The chunks have nearly the same size, so that no small chunk
+    /// remains.
+    fn send_chunks(&self, mut bytes: Bytes, held: Option<&Arc<Held>>) -> Result<(), CloseReason> {
+        let count = bytes.len().div_ceil(self.inbound.chunk_bytes()).max(1);
+        let size = bytes.len().div_ceil(count);
+        let mut stream = self.stream.lock();
+        while !bytes.is_empty() {
+            let part = bytes.split_to(size.min(bytes.len()));
+            let listed = self.inbound.buffers.list(&part);
+            let part = Chunk::new(part, &self.queued, held.cloned(), listed);
+            stream.send_data(part, false).map_err(|_| self.lost)?;
+        }
+        Ok(())
+    }
+
     fn poll_room(&self, cx: &mut Context<'_>, wanted: usize) -> Poll<Result<usize, CloseReason>> {
         let mut stream = self.stream.lock();
         let enough = wanted.min(self.enough);
@@ -269,11 +283,7 @@ impl Sink for NativeSink {
         while !chunk.is_empty() {
             let wanted = self.turn(chunk.len().min(super::SEND_BYTES)).await?;
             let room = poll_fn(|cx| self.poll_room(cx, wanted)).await?;
-            let part = chunk.split_to(room.min(wanted));
-            let listed = self.buffers.list(&part);
-            let part = Chunk::new(part, &self.queued, held.clone(), listed);
-            let sent = self.stream.lock().send_data(part, false);
-            sent.map_err(|_| self.lost)?;
+            self.send_chunks(chunk.split_to(room.min(wanted)), held.as_ref())?;
         }
         Ok(())
     }

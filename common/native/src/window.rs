@@ -31,6 +31,7 @@ use tokio::sync::futures::Notified;
 use tokio::time::{Instant, Sleep, sleep};
 
 use super::buffers::Buffers;
+use super::{LONG_PATH_FRAME_BYTES, SEND_BYTES};
 
 use self::estimate::Estimate;
 pub use self::profile::{
@@ -43,6 +44,15 @@ const SAMPLE_BYTES: u64 = 128 * 1024;
 
 /// Shortest pause between two measurements.
 const SAMPLE_PAUSE: Duration = Duration::from_millis(50);
+
+/// Shortest round trip of a long path, as for the options of sockets (`long_path.rs` of `culvert-host`). Shorter paths are
+/// those within a data center, whose windows are small while small streams are active.
+const LONG_PATH: Duration = Duration::from_millis(2);
+
+/// Number of measurements that confirm a long path, and the time between them. A busy machine may answer the first one
+/// late.
+const CONFIRM_AFTER: u32 = 3;
+const CONFIRM_PAUSE: Duration = Duration::from_secs(1);
 
 /// Time for which a small stream counts as active after a frame.
 const SMALL_LINGER: Duration = Duration::from_secs(1);
@@ -87,6 +97,8 @@ pub struct Inbound {
     profile: WindowProfile,
     /// False while the peer of a packet stream is not authenticated.
     is_admitted: AtomicBool,
+    /// True if the shortest round trip is at least [`LONG_PATH`].
+    is_long: AtomicBool,
     window: AtomicU32,
     resized: Notify,
     /// True if the tuner has to ping the peer at once.
@@ -181,6 +193,7 @@ impl Inbound {
             small: AtomicUsize::new(0),
             profile,
             is_admitted: AtomicBool::new(!profile.is_of_connection()),
+            is_long: AtomicBool::new(false),
             window: AtomicU32::new(profile.initial()),
             resized: Notify::new(),
             probe: AtomicBool::new(false),
@@ -226,6 +239,19 @@ impl Inbound {
     pub fn probe(&self) {
         self.probe.store(true, Ordering::Relaxed);
         self.tuner.wake();
+    }
+
+    /// Returns the largest chunk to put into HTTP/2's send queue, in bytes. HTTP/2 sends a frame of each stream in turn:
+    /// a chunk, but at most [`FRAME_BYTES`](super::FRAME_BYTES).
+    pub(crate) fn chunk_bytes(&self) -> usize {
+        match self.is_long() {
+            true => LONG_PATH_FRAME_BYTES,
+            false => SEND_BYTES,
+        }
+    }
+
+    fn is_long(&self) -> bool {
+        self.is_long.load(Ordering::Relaxed)
     }
 
     /// Returns true if a stream must return `done` bytes now, while `queued` more bytes wait in the stream.
@@ -351,13 +377,21 @@ impl Tuner {
                 let is_void = asked.is_void;
                 self.asked = None;
                 self.last = (Instant::now(), received);
-                self.set_alarm(self.pings.idle);
                 let small = self.small.0.filter(|at| at.elapsed() < SMALL_LINGER);
                 self.estimate.beside = small.is_some();
                 // The connection reports the same error and ends.
                 if answer.is_ok() && !is_void {
                     self.estimate.measured(bytes, took, held);
+                    // A packet stream does not choose its frames by the path, and a stock server counts pings.
+                    let is_long =
+                        !self.inbound.is_of_connection() && self.estimate.shortest >= LONG_PATH;
+                    self.inbound.is_long.store(is_long, Ordering::Relaxed);
                 }
+                let is_sure = !self.inbound.is_long() || self.estimate.samples >= CONFIRM_AFTER;
+                self.set_alarm(match is_sure {
+                    true => self.pings.idle,
+                    false => self.pings.idle.min(CONFIRM_PAUSE),
+                });
             }
         } else if self.inbound.probe.swap(false, Ordering::Relaxed)
             || (is_measured

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use culvert_host::net::admission::{Admission, AdmissionLimits, Unadmitted};
 use culvert_host::net::listen::{Accepted, Listener};
+use culvert_host::net::long_path;
 use culvert_host::net::networks::Networks;
 use culvert_host::net::proxy_protocol::{self, HeaderError, Origin, UNEXPECTED_HEADER, is_header};
 use culvert_host::net::shares::Shares;
@@ -86,6 +87,7 @@ impl Front {
             let serve = move |accepted| async move {
                 let _seat = seat;
                 if let Accepted::Tcp(stream, peer) = accepted {
+                    long_path::limit_unsent(&stream);
                     // Not `run_until_cancelled`: its future would reserve space for the connection's future
                     // twice.
                     tokio::select! {

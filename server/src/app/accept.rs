@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use culvert_host::net::connect;
 use culvert_host::net::listen::{Accepted, Listener};
 use culvert_host::net::readahead::ReadAhead;
+use culvert_host::net::{connect, long_path};
 use culvert_host::runtime::shards::{Shards, on_shard};
 use culvert_host::tls;
 use culvert_konnectivity::authority::AuthorityStream;
@@ -135,6 +135,8 @@ pub(super) async fn serve_agents(
                 let Accepted::Tcp(stream, peer) = accepted else {
                     return;
                 };
+                long_path::limit_unsent(&stream);
+                long_path::enlarge_send_buffer(&stream);
                 // Boxed, so that a peer has memory only for the step that it has reached.
                 let accepted = Box::pin(context.accept(stream, peer)).await;
                 let Some((stream, candidate, peer)) = accepted else {

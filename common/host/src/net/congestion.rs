@@ -178,11 +178,15 @@ fn names(file: &str) -> String {
 /// 64 KiB (docs/decisions/0004). Other connections and other congestion controls stay as they are.
 pub fn disable_bbr_on_loopback(stream: &TcpStream) {
     let socket = SockRef::from(stream);
-    let is_bbr = |name: Vec<u8>| name.starts_with(BBR.as_bytes());
-    if socket.tcp_congestion().is_ok_and(is_bbr) && stays_on_this_host(stream) {
+    if socket.tcp_congestion().is_ok_and(|name| is_bbr(&name)) && stays_on_this_host(stream) {
         // A failure only makes the connection slower.
         let _ = socket.set_tcp_congestion(PLAIN);
     }
+}
+
+/// Returns true if this is the name of a version of BBR.
+pub(super) fn is_bbr(name: &[u8]) -> bool {
+    name.starts_with(BBR.as_bytes())
 }
 
 fn stays_on_this_host(stream: &TcpStream) -> bool {

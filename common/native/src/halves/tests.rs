@@ -7,13 +7,14 @@ use culvert_stream::HALF_OPEN_IDLE;
 use culvert_stream::pump::{Meter, pump};
 use http::{Request, Response};
 use metrics::Counter;
-use tokio::io::DuplexStream;
-use tokio::sync::mpsc;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream};
+use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep, sleep_until};
 
 use super::super::link::{Incoming, Opener, Requests, Taker, TakerLimits};
 use super::super::window::{CROWDED_BYTES, Pings, SHORT_PATH_BYTES};
+use super::super::{FRAME_BYTES, LONG_PATH_FRAME_BYTES};
 use super::*;
 
 /// More bytes than windows and send queues have room for.
@@ -31,9 +32,52 @@ struct Link {
     drivers: [JoinHandle<Result<(), String>>; 2],
 }
 
+/// Passes bytes on after the current delay, in both directions.
+async fn delay_line(mut streams: [DuplexStream; 2], delay: watch::Receiver<Duration>) {
+    let mut late: [VecDeque<(Instant, Bytes)>; 2] = Default::default();
+    loop {
+        let mut buffers = [BytesMut::new(), BytesMut::new()];
+        let due = late.iter().filter_map(|queue| Some(queue.front()?.0)).min();
+        let [first, second] = &mut streams;
+        let [to_second, to_first] = &mut buffers;
+        tokio::select! {
+            Ok(1..) = first.read_buf(to_second) => {}
+            Ok(1..) = second.read_buf(to_first) => {}
+            () = sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {}
+            else => return,
+        }
+        for (direction, buffer) in buffers.into_iter().enumerate() {
+            if !buffer.is_empty() {
+                let due = Instant::now() + *delay.borrow();
+                late[direction].push_back((due, buffer.freeze()));
+            }
+            let queue = &mut late[direction];
+            while queue.front().is_some_and(|late| late.0 <= Instant::now())
+                && let Some((_, bytes)) = queue.pop_front()
+            {
+                if streams[1 - direction].write_all(&bytes).await.is_err() {
+                    return;
+                }
+            }
+        }
+    }
+}
+
 impl Link {
     async fn new() -> Self {
         let (near, far) = tokio::io::duplex(64 * 1024);
+        Self::over(near, far).await
+    }
+
+    /// Creates a connection with a round trip of twice the current delay.
+    async fn along(delay: watch::Receiver<Duration>) -> Self {
+        let (near, near_line) = tokio::io::duplex(4 * MUCH);
+        let (far, far_line) = tokio::io::duplex(4 * MUCH);
+        tokio::spawn(delay_line([near_line, far_line], delay));
+        Self::over(near, far).await
+    }
+
+    async fn over(near: DuplexStream, far: DuplexStream) -> Self {
         let (server, agent) = (Arc::<Inbound>::default(), Arc::<Inbound>::default());
         let (opener, taker) = tokio::join!(
             Opener::new(near, server.clone(), Pings::default()),
@@ -172,6 +216,45 @@ async fn bytes_pass_both_ways_at_once_and_each_direction_ends_independently() {
         "both directions at once"
     );
     assert_eq!(link.held(), [0, 0]);
+}
+
+/// Returns the size of the largest frame of a bulk transfer, after the path was measured.
+async fn largest_frame(link: &mut Link) -> usize {
+    let ((mut source, _near), (_far, mut sink)) = link.open().await;
+    sleep(Duration::from_secs(1)).await;
+    let sender = tokio::spawn(async move {
+        sink.send(pattern(MUCH)).await.unwrap();
+        sink.finish().await.unwrap();
+    });
+    let (mut largest, mut received) = (0, 0);
+    while let Some(bytes) = poll_fn(|cx| source.poll_frame(cx)).await {
+        largest = largest.max(bytes.len());
+        received += bytes.len();
+    }
+    assert_eq!(received, MUCH);
+    sender.await.unwrap();
+    largest
+}
+
+#[tokio::test(start_paused = true)]
+async fn frames_are_small_on_a_long_path() {
+    let mut short = Link::new().await;
+    assert_eq!(largest_frame(&mut short).await, FRAME_BYTES);
+    let (_delay, delayed) = watch::channel(Duration::from_millis(5));
+    let mut long = Link::along(delayed).await;
+    let largest = largest_frame(&mut long).await;
+    assert!(largest <= LONG_PATH_FRAME_BYTES, "{largest}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_late_answer_does_not_make_a_path_long() {
+    let (delay, delayed) = watch::channel(Duration::from_millis(5));
+    let mut link = Link::along(delayed).await;
+    sleep(Duration::from_millis(500)).await;
+    delay.send_replace(Duration::ZERO);
+    // The next measurement is due after a second.
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(largest_frame(&mut link).await, FRAME_BYTES);
 }
 
 #[tokio::test]

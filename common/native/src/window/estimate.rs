@@ -20,8 +20,10 @@ pub(super) struct Estimate {
     pub(super) beside: bool,
     /// Bandwidth-delay product of the path by the last measurement, in bytes.
     bdp: u32,
-    shortest: Duration,
-    samples: u32,
+    /// Shortest round trip.
+    pub(super) shortest: Duration,
+    /// Number of measurements since the shortest round trip.
+    pub(super) samples: u32,
     smaller: u32,
 }
 
