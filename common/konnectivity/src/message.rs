@@ -8,7 +8,7 @@ use culvert_proto::{
     CloseDial, CloseRequest, CloseResponse, Data, DialRequest, DialResponse, Drain, Packet,
 };
 
-/// Largest payload of a sent DATA packet, in bytes. Stock peers accept messages of 4 MiB but queue whole
+/// Largest payload of a DATA packet to a client or a server, in bytes. Stock peers accept messages of 4 MiB but queue whole
 /// packets, so larger packets would only cost the peer memory; smaller packets cost both ends CPU time. With
 /// its head, a full packet fits into one HTTP/2 frame of our programs, or into four frames of a stock peer.
 /// No bytes are left over for another, nearly empty frame, so our receivers need not assemble the packet from
@@ -18,6 +18,11 @@ pub const MAX_DATA_BYTES: usize = 64 * 1024 - 64;
 /// Largest payload of a DATA packet from a stock front end, in bytes. Converts flags that count packets to
 /// bytes.
 pub const STOCK_DATA_BYTES: usize = 32 * 1024;
+
+/// Largest payload of a DATA packet to an agent, in bytes. A stock agent keeps up to 150 packets of any size for each
+/// endpoint that does not read (its flag `--xfr-channel-size`), so larger packets than the stock server sends would
+/// take more of the agent's memory. With its head, a full packet fits into two frames of a stock agent.
+pub const AGENT_DATA_BYTES: usize = STOCK_DATA_BYTES - 64;
 
 /// Largest accepted message, in bytes: the limit of a stock peer (grpc-go's default of 4 MiB) for the
 /// payload, and room for the fields around the payload.

@@ -9,7 +9,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_konnectivity::inbox::{Receiver, Sender, Watch, inbox};
-use culvert_konnectivity::message::{ConnectId, DialId, MAX_DATA_BYTES, Message};
+use culvert_konnectivity::message::{AGENT_DATA_BYTES, ConnectId, DialId, Message};
 use culvert_konnectivity::queue::SendWithinError;
 use culvert_konnectivity::small_traffic::TrafficMeter;
 use culvert_stream::{CLOSE_STALL, CloseReason, PEER_STALL, Sink, Source};
@@ -278,7 +278,7 @@ impl ToAgent {
 impl Sink for ToAgent {
     async fn send(&mut self, mut chunk: Bytes) -> Result<(), CloseReason> {
         while !chunk.is_empty() {
-            let bytes = chunk.split_to(chunk.len().min(MAX_DATA_BYTES));
+            let bytes = chunk.split_to(chunk.len().min(AGENT_DATA_BYTES));
             let message = Message::Data {
                 connection: self.guard.connection,
                 bytes,

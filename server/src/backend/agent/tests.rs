@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use culvert_konnectivity::identifiers::Identifiers;
 use culvert_konnectivity::inbox::PACE;
-use culvert_konnectivity::message::{ConnectId, DialId};
+use culvert_konnectivity::message::{AGENT_DATA_BYTES, ConnectId, DialId, STOCK_DATA_BYTES};
 use culvert_stream::{PEER_STALL, Sink, Source};
 use metrics::Gauge;
 use tokio::time::timeout;
@@ -149,6 +149,20 @@ async fn full_outgoing_queue_drops_only_replies_that_can_be_repeated() {
     assert!(answers.iter().all(|answer| *answer == close(98)));
     agent.stream.on_message(data(98)).await;
     assert_eq!(agent.hears.recv().await, Some(close(98)));
+}
+
+#[tokio::test]
+async fn packets_to_an_agent_are_as_large_as_those_of_the_stock_server() {
+    let mut agent = Agent::connected();
+    let mut connection = agent.open(1).await;
+    connection.1.send(CHUNK).await.unwrap();
+    let mut sizes = Vec::new();
+    while let Some(Message::Data { bytes, .. }) = agent.hears.try_recv() {
+        sizes.push(bytes.len());
+    }
+    let rest = CHUNK.len() - AGENT_DATA_BYTES;
+    assert_eq!(sizes, [AGENT_DATA_BYTES, rest]);
+    assert!(sizes.iter().all(|size| *size <= STOCK_DATA_BYTES));
 }
 
 #[tokio::test(start_paused = true)]
