@@ -75,7 +75,7 @@ impl Estimate {
         }
     }
 
-    /// Returns twice the bandwidth-delay product, and at least the window of a short path.
+    /// Returns twice the bandwidth-delay product, rounded up, and at least the window of a short path.
     fn wanted(&self) -> u32 {
         let floor = match self.beside {
             true => self.profile.beside(),
@@ -83,7 +83,13 @@ impl Estimate {
         };
         let twice = self.bdp.saturating_mul(2);
         let (_, ceiling) = self.profile.limits();
-        twice.clamp(floor, ceiling).next_power_of_two()
+        let bytes = twice.clamp(floor, ceiling);
+        let power = bytes.next_power_of_two();
+        // A stock peer has no limit for unsent bytes: the excess of its window waits in its kernel, before small messages.
+        match self.profile.is_of_connection() && bytes > self.profile.short_path() {
+            true => bytes.next_multiple_of(power / 8),
+            false => power,
+        }
     }
 
     /// Returns the largest window while `held` bytes are unread: half of the remaining budget, so that several

@@ -108,6 +108,9 @@ fn packet_stream_has_bounds_of_its_own() {
     assert_eq!(settle(&mut estimate, 1, 100_000), SHORT_PATH_BYTES);
     estimate.beside();
     assert_eq!(estimate.window, PACKETS_BESIDE_BYTES);
+    // Twice 1.2 MB, in steps of 512 KiB.
+    let mut estimate = Estimate::new(WindowProfile::Packets, BUDGET);
+    assert_eq!(settle(&mut estimate, 100, 12_000), 5 << 19);
     let mut estimate = Estimate::new(WindowProfile::Packets, BUDGET);
     assert_eq!(
         settle(&mut estimate, 100, 1_000_000),

@@ -29,8 +29,8 @@ const NEAR: Duration = Duration::from_micros(50);
 /// Bytes per second of a path.
 const RATE: u32 = 30_000_000;
 
-/// Window of the long path: the power of two above twice its 3 MB.
-const FAR_BYTES: u32 = 8 << 20;
+/// Window of the long path: twice its 3 MB, in steps of 1 MiB.
+const FAR_BYTES: u32 = 6 << 20;
 
 /// Bytes in a frame of bulk.
 const PIECE: usize = 16 * 1024;
