@@ -321,8 +321,7 @@ impl Connector {
         // An error here is ignored: if the connection is already gone, the TLS handshake fails too.
         let _ = tune(&stream);
         self.congestion.apply(&stream);
-        long_path::limit_unsent(&stream);
-        long_path::enlarge_send_buffer(&stream);
+        long_path::tune_link(&stream);
         Ok((stream, via))
     }
 

@@ -11,7 +11,7 @@ use culvert_kit::services::Services;
 use culvert_tests::link::{self, Conditions, FAR, Link};
 use culvert_tests::namespace::{alone, hosts};
 use culvert_tests::{Mode, Topology, Transport};
-use socket2::SockRef;
+use socket2::{Domain, SockRef, Socket, Type};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
@@ -91,10 +91,52 @@ fn handshake_along_a_long_path_limits_unsent_bytes_at_both_ends() {
             let dialed = TcpStream::connect((host, port)).await.unwrap();
             let (accepted, _) = listener.accept().await.unwrap();
             for stream in [dialed, accepted] {
-                let unsent = || SockRef::from(&stream).tcp_notsent_lowat().unwrap();
+                let socket = SockRef::from(&stream);
+                let unsent = || socket.tcp_notsent_lowat().unwrap();
                 let before = unsent();
                 long_path::limit_unsent(&stream);
                 assert_eq!(unsent() != before, is_limited, "{host}");
+            }
+        }
+    });
+}
+
+/// Returns the send buffer that the kernel grants on request, if it is larger than any that the kernel allocates by itself.
+fn larger_send_buffer() -> Option<usize> {
+    let limits = std::fs::read_to_string("/proc/sys/net/ipv4/tcp_wmem").unwrap();
+    let largest: usize = limits.split_whitespace().nth(2)?.parse().unwrap();
+    let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+    socket.set_send_buffer_size(16 << 20).unwrap();
+    let granted = socket.send_buffer_size().unwrap();
+    (granted > largest).then_some(granted)
+}
+
+#[test]
+fn link_along_a_long_path_gets_a_larger_send_buffer_with_bbr_only() {
+    if !link::is_possible() {
+        return;
+    }
+    alone(async || {
+        let conditions = Conditions {
+            delay: Duration::from_millis(5),
+            ..Conditions::default()
+        };
+        let _link = Link::start(conditions, 1).unwrap();
+        let listener = TcpListener::bind("0.0.0.0:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        for (host, is_long) in [("127.0.0.1", false), (FAR, true)] {
+            for (control, is_bbr) in [("reno", false), ("bbr", true)] {
+                let stream = TcpStream::connect((host, port)).await.unwrap();
+                let socket = SockRef::from(&stream);
+                if socket.set_tcp_congestion(control.as_bytes()).is_err() {
+                    eprintln!("skipped: the kernel does not permit {control}");
+                    continue;
+                }
+                let before = socket.send_buffer_size().unwrap();
+                long_path::tune_link(&stream);
+                let expected = larger_send_buffer().filter(|_| is_long && is_bbr);
+                let buffer = socket.send_buffer_size().unwrap();
+                assert_eq!(buffer, expected.unwrap_or(before), "{host}, {control}");
             }
         }
     });

@@ -57,8 +57,7 @@ impl SeedProxy {
             }
         };
         self.congestion.apply(&stream);
-        long_path::limit_unsent(&stream);
-        long_path::enlarge_send_buffer(&stream);
+        long_path::tune_link(&stream);
         disable_bbr_on_loopback(&stream);
         Ok(stream)
     }

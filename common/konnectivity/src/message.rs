@@ -8,11 +8,11 @@ use culvert_proto::{
     CloseDial, CloseRequest, CloseResponse, Data, DialRequest, DialResponse, Drain, Packet,
 };
 
-/// Largest payload of a DATA packet to a client or a server, in bytes. Stock peers accept messages of 4 MiB but queue whole
-/// packets, so larger packets would only cost the peer memory; smaller packets cost both ends CPU time. With
-/// its head, a full packet fits into one HTTP/2 frame of our programs, or into four frames of a stock peer.
-/// No bytes are left over for another, nearly empty frame, so our receivers need not assemble the packet from
-/// two frames.
+/// Largest payload of a DATA packet to a client or a server, in bytes. Stock peers accept messages of 4 MiB but
+/// queue whole packets, so larger packets would only cost the peer memory; smaller packets cost both ends CPU
+/// time. With its head, a full packet fits into one HTTP/2 frame of our programs, or into four frames of a
+/// stock peer. No bytes are left over for another, nearly empty frame, so our receivers need not assemble the
+/// packet from two frames.
 pub const MAX_DATA_BYTES: usize = 64 * 1024 - 64;
 
 /// Largest payload of a DATA packet from a stock front end, in bytes. Converts flags that count packets to

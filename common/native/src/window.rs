@@ -24,6 +24,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering}
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use culvert_stream::LONG_PATH;
 use futures_util::task::AtomicWaker;
 use h2::{Ping, PingPong};
 use tokio::sync::Notify;
@@ -45,13 +46,10 @@ const SAMPLE_BYTES: u64 = 128 * 1024;
 /// Shortest pause between two measurements.
 const SAMPLE_PAUSE: Duration = Duration::from_millis(50);
 
-/// Shortest round trip of a long path, as for the options of sockets (`long_path.rs` of `culvert-host`). Shorter paths are
-/// those within a data center, whose windows are small while small streams are active.
-const LONG_PATH: Duration = Duration::from_millis(2);
-
-/// Number of measurements that confirm a long path, and the time between them. A busy machine may answer the first one
-/// late.
+/// Number of measurements that confirm a long path. A busy machine may answer the first one late.
 const CONFIRM_AFTER: u32 = 3;
+
+/// Pause between the measurements that confirm a long path.
 const CONFIRM_PAUSE: Duration = Duration::from_secs(1);
 
 /// Time for which a small stream counts as active after a frame.
@@ -387,8 +385,9 @@ impl Tuner {
                         !self.inbound.is_of_connection() && self.estimate.shortest >= LONG_PATH;
                     self.inbound.is_long.store(is_long, Ordering::Relaxed);
                 }
-                let is_sure = !self.inbound.is_long() || self.estimate.samples >= CONFIRM_AFTER;
-                self.set_alarm(match is_sure {
+                let is_confirmed =
+                    !self.inbound.is_long() || self.estimate.samples >= CONFIRM_AFTER;
+                self.set_alarm(match is_confirmed {
                     true => self.pings.idle,
                     false => self.pings.idle.min(CONFIRM_PAUSE),
                 });

@@ -31,6 +31,10 @@ pub const PEER_STALL: Duration = Duration::from_secs(60);
 /// would stay forever. Longer than clients wait for an answer.
 pub const HALF_OPEN_IDLE: Duration = Duration::from_secs(600);
 
+/// Shortest round trip of a long path. Paths within a data center are shorter: bulk is fast there, and small windows keep
+/// its queue short (docs/decisions/0020).
+pub const LONG_PATH: Duration = Duration::from_millis(2);
+
 /// Dial request of a front end.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Dial {

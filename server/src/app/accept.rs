@@ -135,8 +135,7 @@ pub(super) async fn serve_agents(
                 let Accepted::Tcp(stream, peer) = accepted else {
                     return;
                 };
-                long_path::limit_unsent(&stream);
-                long_path::enlarge_send_buffer(&stream);
+                long_path::tune_link(&stream);
                 // Boxed, so that a peer has memory only for the step that it has reached.
                 let accepted = Box::pin(context.accept(stream, peer)).await;
                 let Some((stream, candidate, peer)) = accepted else {

@@ -4,16 +4,12 @@ use std::io;
 use std::sync::LazyLock;
 use std::time::Duration;
 
+use culvert_stream::LONG_PATH;
 use socket2::{Domain, SockRef, Socket, Type};
 use tokio::net::TcpStream;
 
 use super::congestion::{congestion, is_bbr};
 use super::options::tcp_info;
-
-/// Shortest round trip of a long path, as in the native transport (`window.rs` of `culvert-native`). On a shorter path,
-/// the limit of unsent bytes costs up to 15 % of the rate, and small windows keep the queue short
-/// (docs/decisions/0020).
-const LONG_PATH: Duration = Duration::from_millis(2);
 
 /// Number of unsent bytes at which a socket stops accepting data (`tcp_notsent_lowat` in Linux `ip-sysctl.rst`). Small
 /// messages wait behind these bytes, and overtake the bulk that waits in HTTP/2's queues. By default, only the send
@@ -29,26 +25,33 @@ static SEND_BUFFER: LazyLock<Option<usize>> = LazyLock::new(|| {
     (granted > largest_automatic_send_buffer()?).then_some(SEND_BUFFER_BYTES)
 });
 
-/// Limits the unsent bytes of a new connection if its handshake took as long as on a long path. The kernel knows the
+/// Limits the unsent bytes of a new connection if its handshake took as long as on a [`LONG_PATH`]. The kernel knows the
 /// round trip to the next TCP peer only, which may be a proxy.
 pub fn limit_unsent(stream: &TcpStream) {
     if is_long(stream) {
-        // A failure leaves the kernel's default, and small messages wait longer beside bulk.
-        let _ = SockRef::from(stream).set_tcp_notsent_lowat(UNSENT_BYTES);
+        set_unsent(stream);
     }
 }
 
-/// Requests a larger send buffer for a link if its handshake took as long as on a long path, and if the link uses BBR.
-/// BBR starts with 2.9 times the bandwidth-delay product in flight. If the send buffer is smaller, the startup phase
-/// does not end, and the queue of the path stays full (docs/decisions/0020).
-pub fn enlarge_send_buffer(stream: &TcpStream) {
+/// Limits the unsent bytes of a new link as [`limit_unsent`] does, and requests a larger send buffer if the link uses
+/// BBR. BBR starts with 2.9 times the bandwidth-delay product in flight. If the send buffer is smaller, the startup
+/// phase does not end, and the queue of the path stays full (docs/decisions/0020).
+pub fn tune_link(stream: &TcpStream) {
+    if !is_long(stream) {
+        return;
+    }
+    set_unsent(stream);
     if let Some(bytes) = *SEND_BUFFER
         && is_bbr(congestion(stream).as_bytes())
-        && is_long(stream)
     {
         // A failure leaves the kernel's choice, which changes with the path.
         let _ = SockRef::from(stream).set_send_buffer_size(bytes);
     }
+}
+
+fn set_unsent(stream: &TcpStream) {
+    // A failure leaves the kernel's default, and small messages wait longer beside bulk.
+    let _ = SockRef::from(stream).set_tcp_notsent_lowat(UNSENT_BYTES);
 }
 
 /// Returns true if the handshake took as long as on a long path. Without TCP timestamps, a repeated handshake yields no
@@ -69,19 +72,4 @@ fn send_buffer_on_request() -> io::Result<usize> {
 fn largest_automatic_send_buffer() -> Option<usize> {
     let limits = std::fs::read_to_string("/proc/sys/net/ipv4/tcp_wmem").ok()?;
     limits.split_whitespace().nth(2)?.parse().ok()
-}
-
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-
-    use super::*;
-
-    #[test]
-    fn a_send_buffer_is_requested_only_if_the_kernel_grants_more_than_by_itself() {
-        let granted = send_buffer_on_request().unwrap();
-        let automatic = largest_automatic_send_buffer().unwrap();
-        assert_eq!(SEND_BUFFER.is_some(), granted > automatic);
-        assert!(granted <= 2 * SEND_BUFFER_BYTES, "{granted}");
-    }
 }

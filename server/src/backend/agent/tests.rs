@@ -152,7 +152,7 @@ async fn full_outgoing_queue_drops_only_replies_that_can_be_repeated() {
 }
 
 #[tokio::test]
-async fn packets_to_an_agent_are_as_large_as_those_of_the_stock_server() {
+async fn packets_to_an_agent_are_no_larger_than_those_of_the_stock_server() {
     let mut agent = Agent::connected();
     let mut connection = agent.open(1).await;
     connection.1.send(CHUNK).await.unwrap();
