@@ -98,7 +98,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Opener<S> {
             .data_frame_budget(SMALL_FRAMES)
             .initial_max_send_streams(usize::MAX >> 1)
             .enable_push(false)
-            .handshake(CountingReader::new(stream, inbound.clone()))
+            .handshake(CountingReader::new(stream, inbound.clone()).reading_ahead())
             .await?;
         let ping = connection.ping_pong().ok_or_else(unpingable)?;
         let tuner = Tuner::new(ping, inbound, OPENER_HELD_BYTES, pings);

@@ -9,7 +9,7 @@ use http::{Request, Response};
 use metrics::Counter;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream};
 use tokio::sync::{mpsc, watch};
-use tokio::task::JoinHandle;
+use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Instant, sleep, sleep_until};
 
 use super::super::link::{Incoming, Opener, Requests, Taker, TakerLimits};
@@ -216,6 +216,40 @@ async fn bytes_pass_both_ways_at_once_and_each_direction_ends_independently() {
         "both directions at once"
     );
     assert_eq!(link.held(), [0, 0]);
+}
+
+/// Not with paused time: the pings of a busy link depend on it.
+#[tokio::test]
+async fn bulk_in_both_directions_never_waits_for_itself() {
+    const STREAMS: usize = 8;
+    const BYTES: usize = 8 << 20;
+    let mut link = Link::new().await;
+    let mut ends = JoinSet::new();
+    for _ in 0..STREAMS {
+        let (near, far) = link.open().await;
+        for (mut source, mut sink) in [near, far] {
+            ends.spawn(async move {
+                let send = async {
+                    let piece = pattern(256 * 1024);
+                    for _ in 0..BYTES / piece.len() {
+                        sink.send(piece.clone()).await?;
+                    }
+                    sink.finish().await
+                };
+                let receive = async {
+                    let mut received = 0;
+                    while let Some(bytes) = source.recv().await? {
+                        received += bytes.len();
+                    }
+                    Ok(received)
+                };
+                tokio::try_join!(send, receive).map(|((), received)| received)
+            });
+        }
+    }
+    for received in ends.join_all().await {
+        assert_eq!(received, Ok(BYTES));
+    }
 }
 
 /// Returns the size of the largest frame of a bulk transfer, after the path was measured.
