@@ -96,6 +96,7 @@ pub fn halves(
     lost: CloseReason,
 ) -> (NativeSource, NativeSink) {
     let stream = Arc::new(Mutex::new(send));
+    inbound.streams.fetch_add(1, Ordering::Relaxed);
     let source = NativeSource {
         stream: receive,
         sending: stream.clone(),
@@ -457,6 +458,7 @@ impl Source for NativeSource {
 
 impl Drop for NativeSource {
     fn drop(&mut self) {
+        self.inbound.streams.fetch_sub(1, Ordering::Relaxed);
         self.inbound.held.fetch_sub(self.held, Ordering::Relaxed);
     }
 }

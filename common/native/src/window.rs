@@ -90,6 +90,8 @@ pub struct Inbound {
     pub(crate) heard: AtomicU64,
     /// Bytes received and not yet accepted by a sink.
     pub held: Arc<AtomicUsize>,
+    /// Number of streams whose bytes count.
+    pub(crate) streams: AtomicUsize,
     /// Number of frames on small streams, or of small messages in a packet stream.
     pub small: AtomicUsize,
     profile: WindowProfile,
@@ -188,6 +190,7 @@ impl Inbound {
             received: AtomicU64::new(0),
             heard: AtomicU64::new(0),
             held: Arc::default(),
+            streams: AtomicUsize::new(0),
             small: AtomicUsize::new(0),
             profile,
             is_admitted: AtomicBool::new(!profile.is_of_connection()),
@@ -353,7 +356,8 @@ impl Tuner {
 
     fn look(&mut self, cx: &mut Context<'_>) -> Result<(), Silent> {
         let held = self.inbound.held.load(Ordering::Relaxed);
-        self.estimate.crowded(held);
+        let streams = self.inbound.streams.load(Ordering::Relaxed);
+        self.estimate.crowded(held, streams);
         let small = self.inbound.small.load(Ordering::Relaxed);
         if small != self.small.1 {
             let now = Instant::now();

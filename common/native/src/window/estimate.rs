@@ -2,13 +2,17 @@
 
 use std::time::Duration;
 
-use super::{LONG_PATH_BYTES, WindowProfile};
+use super::{LONG_PATH_BYTES, SAMPLE_BYTES, WindowProfile};
 
 /// Number of consecutive measurements that must call for a smaller window before the window shrinks.
 const SHRINK_AFTER: u32 = 8;
 
 /// Number of measurements for which the shortest round trip stays valid, because routes change.
-const FORGET_AFTER: u32 = 4096;
+pub(super) const FORGET_AFTER: u32 = 4096;
+
+/// Largest sum of the windows of all streams, in bytes. A stream keeps up to a third of its window before it returns the
+/// bytes. All these bytes count against the window of the connection, [`CONNECTION_WINDOW_BYTES`](crate::CONNECTION_WINDOW_BYTES), and leave a third of it.
+const ALL_WINDOWS_BYTES: u64 = 1 << 32;
 
 /// Computation of the window, without I/O.
 #[derive(Debug)]
@@ -16,6 +20,8 @@ pub(super) struct Estimate {
     pub(super) window: u32,
     profile: WindowProfile,
     budget: usize,
+    /// Number of open streams.
+    streams: usize,
     /// True while small streams are active.
     pub(super) beside: bool,
     /// Bandwidth-delay product of the path by the last measurement, in bytes.
@@ -34,6 +40,7 @@ impl Estimate {
             window: profile.short_path(),
             profile,
             budget,
+            streams: 0,
             beside: false,
             bdp: 0,
             shortest: Duration::MAX,
@@ -42,8 +49,9 @@ impl Estimate {
         }
     }
 
-    /// Shrinks the window at once if too many bytes are unread.
-    pub(super) fn crowded(&mut self, held: usize) {
+    /// Shrinks the window at once if too many bytes are unread, or if too many streams are open.
+    pub(super) fn crowded(&mut self, held: usize, streams: usize) {
+        self.streams = streams;
         self.window = self.window.min(self.limit(held));
     }
 
@@ -56,7 +64,9 @@ impl Estimate {
     /// Adjusts the window to the `bytes` that arrived in a round trip of `took`, while `held` bytes are unread.
     pub(super) fn measured(&mut self, bytes: u64, took: Duration, held: usize) {
         self.samples += 1;
-        if took < self.shortest || self.samples >= FORGET_AFTER {
+        // Beside bulk, the round trip contains the time in queues.
+        let is_quiet = bytes < SAMPLE_BYTES;
+        if took < self.shortest || (is_quiet && self.samples >= FORGET_AFTER) {
             self.shortest = took;
             self.samples = 0;
         }
@@ -95,10 +105,11 @@ impl Estimate {
     /// Returns the largest window while `held` bytes are unread: half of the remaining budget, so that several
     /// streams can stall before the next check, plus a sixteenth of the remaining budget. Without the
     /// sixteenth, a few unread bytes in a moving stream would halve the window, which is rounded down to a
-    /// power of two.
+    /// power of two. Many streams have smaller windows, see [`ALL_WINDOWS_BYTES`].
     fn limit(&self, held: usize) -> u32 {
         let share = self.budget.saturating_sub(held) / 16 * 9;
-        let share = u32::try_from(share).unwrap_or(u32::MAX);
+        let each = ALL_WINDOWS_BYTES / (self.streams as u64).max(1);
+        let share = u32::try_from(each.min(share as u64)).unwrap_or(u32::MAX);
         // Largest power of two up to `share`.
         let power = 1u32.checked_shl(share.checked_ilog2().unwrap_or(0));
         let (smallest, largest) = self.profile.limits();

@@ -1,6 +1,8 @@
 #![allow(clippy::unwrap_used)]
 
+use super::estimate::FORGET_AFTER;
 use super::*;
+use crate::CONNECTION_WINDOW_BYTES;
 
 const BUDGET: usize = 64 << 20;
 const MS: Duration = Duration::from_millis(1);
@@ -55,6 +57,43 @@ fn queueing_delay_does_not_enlarge_the_window() {
 }
 
 #[test]
+fn queueing_delay_under_a_lasting_load_does_not_become_the_shortest_round_trip() {
+    let mut estimate = Estimate::new(WindowProfile::Shared, BUDGET);
+    estimate.measured(0, MS / 10, 0);
+    for _ in 0..2 * FORGET_AFTER {
+        estimate.measured(5_000_000, MS * 5, 0);
+    }
+    assert_eq!(estimate.shortest, MS / 10);
+    assert_eq!(estimate.window, SHORT_PATH_BYTES);
+    // An idle path shows its new round trip.
+    estimate.measured(0, MS * 5, 0);
+    assert_eq!(estimate.shortest, MS * 5);
+}
+
+#[test]
+fn kept_bytes_of_many_streams_leave_a_part_of_the_connections_window() {
+    for (streams, window) in [
+        (1, LONG_PATH_BYTES),
+        (128, LONG_PATH_BYTES),
+        (1000, 4 << 20),
+        (4096, SHORT_PATH_BYTES),
+        (50_000, CROWDED_BYTES),
+    ] {
+        let mut estimate = Estimate::new(WindowProfile::Shared, BUDGET);
+        settle(&mut estimate, 100, 100_000);
+        estimate.crowded(0, streams);
+        assert_eq!(estimate.window, window, "{streams}");
+        let kept = u64::from(window) / 3 * streams as u64;
+        assert!(
+            kept < u64::from(CONNECTION_WINDOW_BYTES) / 3 * 2,
+            "{streams}"
+        );
+        // A measurement of the path does not undo the limit.
+        assert!(settle(&mut estimate, 100, 100_000) <= window.max(SHORT_PATH_BYTES));
+    }
+}
+
+#[test]
 fn unread_bytes_shrink_the_window_at_once_and_it_recovers() {
     let mut estimate = Estimate::new(WindowProfile::Shared, BUDGET);
     settle(&mut estimate, 100, 100_000);
@@ -64,7 +103,7 @@ fn unread_bytes_shrink_the_window_at_once_and_it_recovers() {
         (BUDGET, CROWDED_BYTES),
         (2 * BUDGET, CROWDED_BYTES),
     ] {
-        estimate.crowded(held);
+        estimate.crowded(held, 1);
         assert_eq!(estimate.window, window);
     }
     assert_eq!(settle(&mut estimate, 100, 100_000), LONG_PATH_BYTES);
@@ -116,6 +155,6 @@ fn packet_stream_has_bounds_of_its_own() {
         settle(&mut estimate, 100, 1_000_000),
         PACKETS_LONG_PATH_BYTES
     );
-    estimate.crowded(BUDGET);
+    estimate.crowded(BUDGET, 1);
     assert_eq!(estimate.window, PACKETS_BESIDE_BYTES);
 }
