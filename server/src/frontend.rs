@@ -128,6 +128,7 @@ impl Frontend {
                 "dial refused: too many dials wait for an answer; check that agents answer, or raise \
                  --max-pending-dials"
             ),
+            DialError::TooLong(_) => warn!(%error, "dial refused"),
             DialError::Denied(_) => warn!(address = dial.address, %error, "dial denied"),
             error => debug!(address = dial.address, %error, "dial failed"),
         }

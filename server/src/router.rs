@@ -18,7 +18,7 @@ use tokio::time::{Instant, sleep};
 use tracing::debug;
 
 use self::slot::TunnelSlot;
-use crate::backend::dial::{ANSWER_TIMEOUT, StreamDialError};
+use crate::backend::dial::{ANSWER_TIMEOUT, MAX_ADDRESS_BYTES, StreamDialError};
 use crate::backend::{ClientSeat, Connection, DialError, Tunnel, Usage};
 use crate::metrics::{DialFailureReason, ServerMetrics};
 use crate::tunnel::{Health, Kind, TunnelStatus};
@@ -127,6 +127,10 @@ impl Router {
     }
 
     async fn dial_before(&self, dial: &Dial, deadline: Instant) -> Result<Connection, DialError> {
+        let bytes = dial.address.len().max(dial.protocol.len());
+        if bytes > MAX_ADDRESS_BYTES {
+            return Err(DialError::TooLong(bytes));
+        }
         if let Err(denial) = check_literal(&self.destinations, &dial.address) {
             return Err(DialError::denied(dial, denial));
         }
@@ -302,7 +306,7 @@ impl DialError {
     fn failure_reason(&self) -> Option<DialFailureReason> {
         match self {
             Self::NoAgent | Self::NoClient => Some(DialFailureReason::NoAgent),
-            Self::Uncarried(_) => Some(DialFailureReason::ErrorResponse),
+            Self::Uncarried(_) | Self::TooLong(_) => Some(DialFailureReason::ErrorResponse),
             Self::Denied(_) => Some(DialFailureReason::Denied),
             Self::TooManyDials(_) => Some(DialFailureReason::TooManyDials),
             Self::Stream(StreamDialError::AgentLost) => Some(DialFailureReason::BackendClose),

@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
+use culvert_kit::services::Services;
 use culvert_konnectivity::message::Message;
 use culvert_tests::{Mode, Topology, Transport, black_hole, eventually};
-use tokio::io::AsyncWriteExt as _;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
 use crate::scripts::{self, close_request, opened};
 use crate::support::*;
@@ -45,6 +46,25 @@ async fn dial_refused_by_the_endpoint_reports_its_error() {
         )
         .await;
         server_is_idle(&topology).await;
+    }
+}
+
+#[tokio::test]
+async fn dial_of_a_huge_address_fails_alone() {
+    let services = Services::start().await.unwrap();
+    for mode in MODES {
+        let topology = Topology::simple(mode, Transport::Uds).await;
+        let mut stream = topology.connect(&services.raw.to_string()).await.unwrap();
+        stream.write_all(b"echo\nx").await.unwrap();
+        assert_eq!(timely("an echo", stream.read_u8()).await.unwrap(), b'x');
+        for bytes in [5_000, 300_000] {
+            let error = refusal(&topology, &format!("{}:443", "a".repeat(bytes))).await;
+            let text = format!("the address to dial has {} bytes", bytes + 4);
+            assert_refused(&error, 400, &text, &text);
+        }
+        stream.write_all(b"y").await.unwrap();
+        assert_eq!(timely("an echo", stream.read_u8()).await.unwrap(), b'y');
+        assert_eq!(dial_failures(&topology, "error_response").await, 2.0);
     }
 }
 

@@ -10,6 +10,10 @@ use culvert_stream::Dial;
 /// rest is time on the network.
 pub(crate) const ANSWER_TIMEOUT: Duration = Duration::from_secs(7);
 
+/// Longest address or protocol of a dial, in bytes. A native agent ends its connection at a longer head than 256 KiB, and
+/// with the connection all streams.
+pub(crate) const MAX_ADDRESS_BYTES: usize = 4096;
+
 /// Maximum number of peers of one tunnel that a dial tries. Lost peers do not count, because a dial learns of the
 /// loss at once.
 const MAX_ATTEMPTS: usize = 3;
@@ -47,6 +51,11 @@ pub enum DialError {
     /// succeed.
     #[error("{0}")]
     Uncarried(String),
+    /// The address or the protocol is too long, by the number of bytes. No peer got the dial.
+    #[error(
+        "the address to dial has {0} bytes, and the limit is {MAX_ADDRESS_BYTES}: a host name has at most 253"
+    )]
+    TooLong(usize),
     /// Too many dials wait for an answer. No peer got the dial.
     #[error("No agent available: {0} dials wait for an answer, the limit of --max-pending-dials")]
     TooManyDials(usize),
@@ -129,7 +138,10 @@ impl DialError {
     pub fn is_final(&self) -> bool {
         matches!(
             self,
-            Self::Denied(_) | Self::TooManyDials(_) | Self::Stream(StreamDialError::Refused(_))
+            Self::Denied(_)
+                | Self::TooLong(_)
+                | Self::TooManyDials(_)
+                | Self::Stream(StreamDialError::Refused(_))
         )
     }
 

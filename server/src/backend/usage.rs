@@ -136,6 +136,7 @@ impl From<&DialError> for DialOutcome {
             DialError::NoAgent | DialError::NoClient | DialError::TooManyDials(_) => Self::NoPeer,
             DialError::Uncarried(_)
             | DialError::Denied(_)
+            | DialError::TooLong(_)
             | DialError::Stream(StreamDialError::Refused(_)) => Self::Refused,
             DialError::Stream(StreamDialError::Abandoned | StreamDialError::AgentLost) => {
                 Self::Lost

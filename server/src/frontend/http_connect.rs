@@ -203,7 +203,7 @@ where
     }
 }
 
-/// Returns the response to a failed dial, as in upstream. Upstream denies no dials and has no limit for them.
+/// Returns the response to a failed dial, as in upstream. Upstream denies no dials and has no limits for them.
 fn answer(error: &DialError) -> Vec<u8> {
     match error {
         DialError::NoAgent | DialError::NoClient => {
@@ -212,6 +212,7 @@ fn answer(error: &DialError) -> Vec<u8> {
         DialError::Uncarried(text) | DialError::Stream(StreamDialError::Refused(text)) => {
             connect::failure(connect::dial_failure_status(text), text)
         }
+        DialError::TooLong(_) => connect::failure(400, &error.to_string()),
         DialError::TooManyDials(_) => connect::failure(503, &error.to_string()),
         DialError::Denied(text) => connect::failure(403, text),
         DialError::Stream(StreamDialError::AgentLost | StreamDialError::Abandoned) => {

@@ -361,6 +361,19 @@ async fn denied_dial_is_final_and_counted() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn dial_of_a_longer_address_than_any_reaches_no_peer() {
+    let world = World::new();
+    world.router.set_route(PREFER_KONNECTIVITY);
+    let address = format!("{}:443", "a".repeat(MAX_ADDRESS_BYTES));
+    let dial = Dial { address, ..dial() };
+    let error = world.router.dial(&dial).await.err().unwrap();
+    assert_eq!(error, DialError::TooLong(MAX_ADDRESS_BYTES + 4));
+    for tunnel in [&world.konnectivity, &world.openvpn] {
+        assert_eq!(tunnel.dials.load(Ordering::Relaxed), 0);
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn dial_that_openvpn_cannot_carry_goes_to_an_agent() {
     let world = World::new();
     world.router.set_route(Route {
