@@ -142,7 +142,8 @@ where
                 congestion,
                 socket,
             })) => {
-                state.mark_unchanged();
+                // The old connection may work again. The change to the new one then changes no state.
+                let is_attached = *state.borrow_and_update() == State::Attached;
                 if link.session.attach(*attached).is_err() {
                     return std::future::pending().await;
                 }
@@ -152,7 +153,7 @@ where
                 info!(congestion, "the link to the server resumed");
                 // The stream of the link reports its state when it has the connection. A connection that is already
                 // broken changes the state twice, and the caller sees only the second change.
-                if state.changed().await.is_err() {
+                if !is_attached && state.changed().await.is_err() {
                     return std::future::pending().await;
                 }
                 return Ended::Moved(via);
