@@ -1,5 +1,6 @@
 //! Route changes while connections are open, and the end of the program.
 
+use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::time::Duration;
 
@@ -10,7 +11,7 @@ use culvert_tests::ports::Ports;
 use culvert_tests::{Signal, eventually};
 use http::StatusCode;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
+use tokio::net::{TcpListener, TcpStream};
 
 use crate::support::{Door, Http2, LIMIT, TlsEndpoint, Upstream, ask, timely};
 
@@ -120,11 +121,11 @@ async fn an_invalid_file_is_reported_and_the_last_routes_stay() {
 }
 
 #[tokio::test]
-async fn a_drain_refuses_new_connections_and_lets_open_ones_finish() {
+async fn a_drain_accepts_connections_for_a_while_and_lets_open_ones_finish() {
     let services = Services::start().await.unwrap();
     let mut door = Door::start_with(
         &[Upstream::new("demo/raw", services.raw).authority(RAW)],
-        &["--drain-timeout=30s"],
+        &["--drain-timeout=30s", "--drain-delay=2s"],
     )
     .await;
     let client = Http2::connect(door.tunneling).await;
@@ -141,6 +142,11 @@ async fn a_drain_refuses_new_connections_and_lets_open_ones_finish() {
         Ok::<_, anyhow::Error>(())
     })
     .await;
+    // Services and load balancers learn of the drain later.
+    let late = Http2::connect(door.tunneling).await;
+    let mut late = late.open(RAW, b"echo\nlate").await.unwrap();
+    assert_eq!(late.hear(4).await, b"late");
+    late.finish();
     eventually("the listener is closed", LIMIT, async || {
         TcpStream::connect(door.tunneling).await.is_err()
     })
@@ -207,6 +213,36 @@ async fn open_connections_are_cut_after_the_drain_timeout_or_a_second_signal() {
         assert_eq!(status.code(), Some(code), "{flag}");
         let end = timely("the end", tunnel.receive.data()).await;
         assert!(!matches!(end, Some(Ok(_))), "{end:?}");
+    }
+}
+
+#[tokio::test]
+async fn endpoint_of_a_cut_connection_sees_a_reset() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let upstream = Upstream::new("demo/raw", listener.local_addr().unwrap());
+    let mut door = Door::start_with(&[], &["--drain-timeout=1s"]).await;
+    let port = door.ports.next_port();
+    door.route(&[upstream.authority(RAW).node_port(port)]).await;
+    let mut client = eventually("the port is open", LIMIT, async || {
+        TcpStream::connect(("127.0.0.1", port)).await
+    })
+    .await;
+    client.write_all(b"a part").await.unwrap();
+    let http2 = Http2::connect(door.tunneling).await;
+    let _tunnel = http2.open(RAW, b"a part").await.unwrap();
+    let mut endpoints = Vec::new();
+    for _ in 0..2 {
+        let (mut endpoint, _) = timely("a client", listener.accept()).await.unwrap();
+        let mut part = [0; 6];
+        timely("a part", endpoint.read_exact(&mut part))
+            .await
+            .unwrap();
+        endpoints.push(endpoint);
+    }
+    door.program.signal(Signal::TERM);
+    for mut endpoint in endpoints {
+        let end = timely("the end", endpoint.read(&mut [0])).await;
+        assert_eq!(end.unwrap_err().kind(), ErrorKind::ConnectionReset);
     }
 }
 

@@ -416,7 +416,7 @@ async fn node_tunnel_reconnects_to_a_restarted_front_door() {
 }
 
 #[tokio::test]
-async fn a_draining_node_tunnel_lets_open_connections_finish() {
+async fn a_draining_node_tunnel_serves_until_no_client_is_connected() {
     let services = Services::start().await.unwrap();
     let door = Door::start(&[Upstream::new("demo/raw", services.raw).authority(RAW)]).await;
     let mut node = Node::start(door.tunneling, &[RAW], &["--drain-timeout=30s"]).await;
@@ -424,17 +424,41 @@ async fn a_draining_node_tunnel_lets_open_connections_finish() {
     stream.write_all(b"echo\nx").await.unwrap();
     assert_eq!(timely("an echo", stream.read_u8()).await.unwrap(), b'x');
     node.program.signal(Signal::TERM);
-    let listener = node.listeners[0];
-    eventually("the listener is closed", LIMIT, async || {
-        TcpStream::connect(listener).await.is_err()
+    eventually("the node tunnel drains", LIMIT, async || {
+        let (status, ..) = http_get(node.stats, "/readyz").await.unwrap();
+        (status != StatusCode::OK).then_some(()).ok_or(status)
     })
     .await;
+    // No other program on the node has the address.
+    check::echo(node.connect(0).await, 2, 100).await.unwrap();
     stream.write_all(b"y").await.unwrap();
     assert_eq!(timely("an echo", stream.read_u8()).await.unwrap(), b'y');
     stream.shutdown().await.unwrap();
     assert_eq!(timely("the end", stream.read(&mut [0])).await.unwrap(), 0);
     let status = node.program.wait_exit(LIMIT).await;
     assert!(status.success(), "{status}");
+}
+
+#[tokio::test]
+async fn node_tunnel_names_the_limit_or_list_that_refuses_its_client() {
+    let services = Services::start().await.unwrap();
+    let listed = Upstream::new("demo/listed", services.raw).authority(GONE);
+    let raw = Upstream::new("demo/raw", services.raw).authority(RAW);
+    let upstreams = [raw, listed.allowed("192.0.2.0/24")];
+    let door = Door::start_with(&upstreams, &["--max-connections=1"]).await;
+    let node = Node::start(door.tunneling, &[RAW, GONE], &[]).await;
+    let mut first = node.connect(0).await;
+    first.write_all(b"echo\nx").await.unwrap();
+    assert_eq!(timely("an echo", first.read_u8()).await.unwrap(), b'x');
+    let mut second = node.connect(0).await;
+    assert_eq!(timely("the end", second.read(&mut [0])).await.unwrap(), 0);
+    let mut third = node.connect(1).await;
+    assert_eq!(timely("the end", third.read(&mut [0])).await.unwrap(), 0);
+    let limit = "raise --max-connections";
+    node.program.wait_for_log(limit, LIMIT).await;
+    door.program.wait_for_log(limit, LIMIT).await;
+    let list = "nodeport-proxy.k8s.io/allowed-networks";
+    node.program.wait_for_log(list, LIMIT).await;
 }
 
 #[tokio::test]

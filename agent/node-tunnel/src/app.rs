@@ -27,6 +27,9 @@ use super::metrics::TunnelMetrics;
 use super::pool::ConnectionPool;
 use super::reach::SeedProxy;
 
+/// Last part of the drain, without new clients: short requests end before the remaining clients are disconnected.
+const LAST_REQUESTS: Duration = Duration::from_secs(2);
+
 /// Time for the proxy to accept the last bytes after the drain, when the remaining clients are disconnected.
 const CUT_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -103,8 +106,8 @@ impl Bound {
         })
     }
 
-    /// Serves until `shutdown` fires, waits up to the drain timeout for clients to disconnect, then
-    /// disconnects the remaining clients.
+    /// Serves until `shutdown` fires, and then until no client is connected, at most for the drain timeout. Accepts no
+    /// clients in the last two seconds of it, and then disconnects the remaining clients.
     pub async fn run(self, shutdown: CancellationToken) {
         let Config {
             routes,
@@ -118,9 +121,9 @@ impl Bound {
         let registry = metrics.registry().clone();
         info!(addresses = ?self.addresses, %proxy, "serving");
         let (tasks, upkeep) = (TaskTracker::new(), TaskTracker::new());
-        let (cut, stop) = (CancellationToken::new(), CancellationToken::new());
+        let [closing, cut, stop] = [(); 3].map(|()| CancellationToken::new());
         // Dropping this future also ends the tasks on other threads.
-        let _ends = [&cut, &stop].map(|token| token.clone().drop_guard());
+        let _ends = [&closing, &cut, &stop].map(|token| token.clone().drop_guard());
         let pool =
             ConnectionPool::new(self.reach, connections, pings, self.shards, metrics.clone());
         spawn_essential(&upkeep, "pool", &stop, pool.clone().run(stop.clone()));
@@ -157,14 +160,21 @@ impl Bound {
                 ..Keepalive::default()
             };
             let listener = Listener::tcp(listener, &keepalive);
-            let serve = listener.serve(shutdown.clone(), handle);
-            spawn_essential(&upkeep, "listener", &shutdown, serve);
+            let serve = listener.serve(closing.clone(), handle);
+            spawn_essential(&upkeep, "listener", &closing, serve);
         }
 
         shutdown.cancelled().await;
         info!(open = tasks.len(), "draining");
         tasks.close();
-        if timeout(drain_timeout, tasks.wait()).await.is_err() {
+        // Nothing else on this node has the address, and the next program starts after the end of this one.
+        let accepting = drain_timeout.saturating_sub(LAST_REQUESTS);
+        let _ = timeout(accepting, tasks.wait()).await;
+        closing.cancel();
+        if timeout(drain_timeout - accepting, tasks.wait())
+            .await
+            .is_err()
+        {
             warn!(
                 open = tasks.len(),
                 "the drain timeout passed: closing the remaining clients"

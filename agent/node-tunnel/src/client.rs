@@ -34,6 +34,9 @@ use super::pool::{ConnectionPool, PoolError, Reach, Seat, Stream};
 /// Longest wait for the proxy's answer to a request. The proxy tries several endpoints, for one second each.
 pub(crate) const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// Header of a 503 beyond a limit of connections, as in Envoy (`x-envoy-overloaded`).
+const OVERLOADED_HEADER: &str = "x-envoy-overloaded";
+
 /// Shortest time between two warnings about the same kind of refusal on one listener.
 const WARN_INTERVAL: Duration = Duration::from_secs(10);
 
@@ -64,6 +67,16 @@ pub(crate) enum Refused {
          pods on the seed"
     )]
     Unavailable,
+    #[error(
+        "the proxy answered 503, because the Service or the address of this node has as many connections as the \
+         proxy permits: raise --max-connections of the nodeport-proxy"
+    )]
+    Overloaded,
+    #[error(
+        "the proxy answered 403, because this Service does not allow the address of this node: check the Service's \
+         annotation nodeport-proxy.k8s.io/allowed-networks on the seed"
+    )]
+    Forbidden,
     #[error("the proxy answered {0}: check that --proxy is the CONNECT port of a nodeport-proxy")]
     Status(StatusCode),
     #[error("the proxy did not answer within {ANSWER_TIMEOUT:?}: check its load and its log")]
@@ -199,6 +212,10 @@ impl<R: Reach> ClientHandler<R> {
         match answer.status() {
             status if status.is_success() => {}
             StatusCode::NOT_FOUND => return Err(Refused::NotFound),
+            StatusCode::FORBIDDEN => return Err(Refused::Forbidden),
+            StatusCode::SERVICE_UNAVAILABLE if answer.headers().contains_key(OVERLOADED_HEADER) => {
+                return Err(Refused::Overloaded);
+            }
             StatusCode::SERVICE_UNAVAILABLE => return Err(Refused::Unavailable),
             other => return Err(Refused::Status(other)),
         }
@@ -282,8 +299,8 @@ impl Refused {
             Self::Pool(PoolError::Unreachable(_)) => Refusal::Unreachable,
             Self::Pool(PoolError::Full) => Refusal::Full,
             Self::NotFound => Refusal::NotFound,
-            Self::Unavailable => Refusal::Unavailable,
-            Self::Status(_) => Refusal::OtherStatus,
+            Self::Unavailable | Self::Overloaded => Refusal::Unavailable,
+            Self::Forbidden | Self::Status(_) => Refusal::OtherStatus,
             Self::NoAnswer | Self::Silent => Refusal::NoAnswer,
             Self::Reset(_) | Self::Lost(_) => Refusal::Lost,
         }

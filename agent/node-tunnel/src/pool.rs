@@ -1,10 +1,10 @@
 //! The connections to the proxy: a few persistent connections, shared by all streams.
 //!
 //! A single task ([`ConnectionPool::run`]) makes the dials, one at a time, so that all waiting clients share
-//! a dial and learn of a failed dial at once. The pool keeps one connection open even without clients, and
-//! opens more connections, up to the limit, while each open connection carries a stream. A connection gets no
-//! new streams and is replaced if it broke, received GOAWAY, does not answer a PING, or is suspect: a request
-//! and a probe had no answer.
+//! a dial and learn of a failed dial at once. They wait for one more dial if the dial before had succeeded. The
+//! pool keeps one connection open even without clients, and opens more connections, up to the limit, while each
+//! open connection carries a stream. A connection gets no new streams and is replaced if it broke, received
+//! GOAWAY, does not answer a PING, or is suspect: a request and a probe had no answer.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -46,6 +46,9 @@ const LAST_PAUSE: Duration = Duration::from_secs(5);
 /// closes first, an Envoy at the seed loses the bytes beyond the window: with 1 MiB, a download of 20 MiB was
 /// cut; with 16 MiB, between two Envoys, a download of 60 MB to a slow reader was cut.
 const WINDOW_BYTES: u32 = 16 * 1024 * 1024;
+
+/// Longest time until the pool notices that a connection accepts no new streams. `h2` reports a GOAWAY only when asked.
+const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Time for unused connections to close at shutdown.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -164,6 +167,8 @@ impl<R: Reach> ConnectionPool<R> {
     async fn open_or_wait(&self, target: &Uri) -> Result<Stream, PoolError> {
         // Subscribed before the first attempt, so that no dial result is missed.
         let mut dialed = self.dialed.subscribe();
+        // While the proxy works, a failed dial may have met a replica that ends.
+        let mut may_fail = dialed.borrow().is_none();
         loop {
             let opened = self.try_open(target);
             self.look.notify_one();
@@ -173,7 +178,9 @@ impl<R: Reach> ConnectionPool<R> {
             // Cannot fail: `self` owns the sender.
             let _ = dialed.changed().await;
             let failed = dialed.borrow_and_update().clone();
-            if let Some(reason) = failed {
+            if let Some(reason) = failed
+                && !std::mem::take(&mut may_fail)
+            {
                 return Err(PoolError::Unreachable(reason));
             }
         }
@@ -222,7 +229,7 @@ impl<R: Reach> ConnectionPool<R> {
         for serial in 1.. {
             let contented = Instant::now();
             while !self.is_short() {
-                self.look.notified().await;
+                let _ = timeout(LOOK_INTERVAL, self.look.notified()).await;
             }
             if contented.elapsed() >= LAST_PAUSE {
                 pause = FIRST_PAUSE;

@@ -34,6 +34,9 @@ const NODE_PATHS: [Path; 1] = [Path::Node];
 const HOST: &str = "soak.example.com";
 const AUTHORITY: &str = "soak.soak.svc.cluster.local:443";
 
+/// Drain timeout of the node tunnel.
+const NODE_DRAIN: Duration = Duration::from_secs(8);
+
 /// Time limit for a path to work again after a restart of a program.
 const LIMIT: Duration = Duration::from_secs(40);
 
@@ -102,6 +105,7 @@ impl Door {
             format!("--proxy={tunnel}"),
             "--stats-address=127.0.0.1".to_owned(),
             format!("--stats-port={}", node_stats.port()),
+            format!("--drain-timeout={}s", NODE_DRAIN.as_secs()),
         ];
         let node = Unit::start(NODE_NAME, programs.path(NODE), words, &run.lives)?;
         let hello = Bytes::from(client_hello(HOST));
@@ -191,7 +195,11 @@ impl Door {
             Event::DrainNode => {
                 let _outage = ledger.outage(&NODE_PATHS, Scope::Dials);
                 ledger.event(format_args!("{NODE_NAME}: SIGTERM"));
-                self.node.terminate().await?;
+                self.node.begins_to_end()?;
+                // The node tunnel accepts clients nearly to the end of its drain, and cuts those of the last seconds.
+                sleep(NODE_DRAIN - Duration::from_secs(1)).await;
+                let _cut = ledger.outage(&NODE_PATHS, Scope::Everything);
+                self.node.ends().await?;
                 sleep(self.random.millis(0, 1500)).await;
                 self.node.restart()?;
                 self.works().await

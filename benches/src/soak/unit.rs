@@ -63,7 +63,17 @@ impl Unit {
 
     /// Sends SIGTERM and waits until the program has exited.
     pub(super) async fn terminate(&mut self) -> anyhow::Result<()> {
-        ask(|| self.program.signal(Signal::TERM))?;
+        self.begins_to_end()?;
+        self.ends().await
+    }
+
+    /// Sends SIGTERM.
+    pub(super) fn begins_to_end(&self) -> anyhow::Result<()> {
+        ask(|| self.program.signal(Signal::TERM))
+    }
+
+    /// Waits until the program has exited after SIGTERM.
+    pub(super) async fn ends(&mut self) -> anyhow::Result<()> {
         let exit = harness(self.program.wait_exit(EXIT_LIMIT)).await;
         self.lives.ends(self.name);
         exit.map(drop).context("after SIGTERM")

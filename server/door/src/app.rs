@@ -155,9 +155,12 @@ impl Bound {
         })
     }
 
-    /// Serves until `shutdown` fires, waits up to the drain timeout for connections to end, and then cuts the
-    /// remaining connections.
+    /// Serves until `shutdown` fires, and still accepts connections for the drain delay. Waits for connections to end, up
+    /// to the drain timeout after `shutdown`, and then cuts the remaining connections.
     pub async fn run(self, shutdown: CancellationToken) {
+        let closing = CancellationToken::new();
+        // Dropping this future also closes the listeners of other threads.
+        let _closes = closing.clone().drop_guard();
         let front = Arc::new(Front {
             table: self.table,
             limits: self.config.limits,
@@ -168,7 +171,7 @@ impl Bound {
             shards: self.shards,
             tasks: TaskTracker::new(),
             cut: CancellationToken::new(),
-            draining: shutdown.clone(),
+            closing: closing.clone(),
         });
         info!(addresses = ?self.addresses, "serving");
         let (accepting, upkeep) = (TaskTracker::new(), TaskTracker::new());
@@ -190,7 +193,7 @@ impl Bound {
             }
         }
         let ports = NodePorts::new(front.clone(), &self.config.node_port_host, self.congestion);
-        spawn_essential(&accepting, "node ports", &shutdown, ports.run(changed));
+        spawn_essential(&accepting, "node ports", &closing, ports.run(changed));
         let serve = admin::serve(self.stats, pages::stats(&front), stop.clone());
         spawn_essential(&upkeep, "stats", &stop, serve);
         if let Some(listener) = self.admin {
@@ -208,7 +211,7 @@ impl Bound {
 
         let keepalive = front.limits.downstream_keepalive;
         if let Some(listener) = self.sni {
-            let (own, until) = (front.clone(), shutdown.clone());
+            let (own, until) = (front.clone(), closing.clone());
             let accept = move |listener| {
                 let front = own.clone();
                 let connection = move |stream, peer| front.clone().serve_sni(stream, peer);
@@ -235,7 +238,7 @@ impl Bound {
         quic::check_buffers(&self.quic);
         let parts = self.quic.len();
         for (shard, socket) in front.shards.ids().zip(self.quic) {
-            let serve = quic::serve(front.clone(), socket, parts, shutdown.clone());
+            let serve = quic::serve(front.clone(), socket, parts, closing.clone());
             front.shards.spawn(shard, &accepting, serve);
         }
         if let (Some((listener, tls)), Some(tunneling)) = (self.tunneling, self.config.tunneling) {
@@ -246,7 +249,7 @@ impl Bound {
                 allowed: tunneling.allowed,
                 requests: Admission::new(front::ADMISSION),
             });
-            let (front, until) = (front.clone(), shutdown.clone());
+            let (front, until) = (front.clone(), closing.clone());
             let listener = Listener::tcp(listener, &keepalive);
             let connection = move |stream, peer| connect.clone().serve(stream, peer);
             let (seat, entrance) = (Shards::seat, Entrance::Tunneling);
@@ -257,10 +260,12 @@ impl Bound {
         shutdown.cancelled().await;
         front.metrics.draining.store(true, Ordering::Relaxed);
         info!(open = front.tasks.len(), "draining");
-        accepting.close();
-        front.tasks.close();
         let drained = async {
-            // A connection accepted shortly after the shutdown is drained as well.
+            sleep(self.config.drain_delay).await;
+            closing.cancel();
+            accepting.close();
+            front.tasks.close();
+            // A connection accepted shortly before is drained as well.
             accepting.wait().await;
             front.tasks.wait().await;
         };
@@ -271,6 +276,10 @@ impl Bound {
                 "cutting the remaining connections"
             );
         }
+        // Not before the end of a short drain timeout.
+        closing.cancel();
+        accepting.close();
+        front.tasks.close();
         front.cut.cancel();
         front.tasks.wait().await;
         accepting.wait().await;

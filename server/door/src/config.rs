@@ -45,6 +45,8 @@ pub struct Config {
     pub max_connections: u64,
     /// Time for connections to end after SIGTERM.
     pub drain_timeout: Duration,
+    /// Part of `drain_timeout` in which new connections are still accepted.
+    pub drain_delay: Duration,
     /// Threads for connections; 0 means one per processor, at most 4.
     pub worker_threads: usize,
     /// Congestion control of clients' connections. Default [`LinkCongestion::Auto`].
@@ -175,6 +177,7 @@ impl Config {
             limits,
             max_connections,
             drain_timeout,
+            drain_delay,
             worker_threads,
             link_congestion,
             logging,
@@ -192,6 +195,7 @@ impl Config {
             format!("node-port-host={node_port_host}"),
             format!("max-connections={max_connections}"),
             format!("drain-timeout={}", GoDuration::from(*drain_timeout)),
+            format!("drain-delay={}", GoDuration::from(*drain_delay)),
             format!("worker-threads={worker_threads}"),
             format!("link-congestion={link_congestion}"),
         ]);

@@ -20,7 +20,6 @@ use culvert_host::net::admission::{Admission, Candidate, Unadmitted};
 use culvert_host::net::congestion::disable_bbr_on_loopback;
 use culvert_host::net::connect::{self, ConnectError, RequestError};
 use culvert_host::net::dial::split_host_port;
-use culvert_host::net::listen::reset_on_close;
 use culvert_host::net::networks::Networks;
 use culvert_host::net::proxy_protocol::{Origin, UNEXPECTED_HEADER, is_header};
 use culvert_host::net::readahead::ReadAhead;
@@ -40,7 +39,7 @@ use tracing::debug;
 use super::front::{FIRST_BYTES_TIMEOUT, Front, refusal_of};
 use super::metrics::{Entrance, Refusal, Tally};
 use super::relay::write_all;
-use super::socket::Socket;
+use super::socket::{ResetOnDrop, Socket};
 use super::upstream::{ConnectError as ConnectFailure, Connected};
 use super::watch::watch;
 
@@ -335,6 +334,7 @@ impl ConnectListener {
             stream, upstream, ..
         } = connected;
         disable_bbr_on_loopback(&stream);
+        let mut reset = ResetOnDrop::new(&stream);
         let moved = Arc::<AtomicU64>::default();
         let [up, down] = Tally::both(&upstream, &self.front.metrics, &moved);
         let lost = CloseReason::EndpointLost;
@@ -356,8 +356,8 @@ impl ConnectListener {
             upstream.stats.times.record(time);
         }
         log_closed!(ended, %peer, authority, upstream = %upstream.key);
-        if !ended.is_complete() {
-            reset_on_close(&stream);
+        if ended.is_complete() {
+            reset.disarm();
         }
         ended.reason
     }

@@ -64,8 +64,8 @@ pub(crate) struct Front {
     pub tasks: TaskTracker,
     /// Token to end all connections at once.
     pub cut: CancellationToken,
-    /// Token for the start of the drain.
-    pub draining: CancellationToken,
+    /// Token for the end of the listeners, after which clients should leave.
+    pub closing: CancellationToken,
 }
 
 impl Front {

@@ -45,16 +45,16 @@ impl NodePorts {
         }
     }
 
-    /// Opens and closes ports as the table changes, until the drain begins; `changed` fires after each change
+    /// Opens and closes ports as the table changes, until the listeners close; `changed` fires after each change
     /// of the table. Returns when every listener is closed.
     pub(crate) async fn run(mut self, mut changed: watch::Receiver<u64>) {
-        let draining = self.front.draining.clone();
-        while !draining.is_cancelled() {
+        let closing = self.front.closing.clone();
+        while !closing.is_cancelled() {
             self.follow().await;
             tokio::select! {
                 alive = changed.changed() => if alive.is_err() { break },
                 () = sleep(RETRY), if !self.failed.is_empty() => {}
-                () = draining.cancelled() => break,
+                () = closing.cancelled() => break,
             }
         }
         for token in self.open.values() {

@@ -13,7 +13,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use culvert_host::net::congestion::disable_bbr_on_loopback;
-use culvert_host::net::listen::reset_on_close;
 use culvert_host::net::silence::is_over;
 use culvert_stream::pump::idle;
 use culvert_stream::{CLOSE_STALL, CloseReason, HALF_OPEN_IDLE};
@@ -26,7 +25,7 @@ use tokio::sync::Notify;
 use tokio::task::{coop::consume_budget, yield_now};
 use tokio::time::{Instant, sleep_until, timeout};
 
-use super::socket::read_once;
+use super::socket::{ResetOnDrop, read_once};
 use super::watch::{Side, watch};
 
 /// Size of a thread's buffer. A direction with a read of this size counts as bulk.
@@ -133,7 +132,8 @@ pub(crate) struct Ended {
 
 impl<'a> Relay<'a> {
     /// Moves bytes until both directions have ended, one direction has failed, or the connection was idle for
-    /// too long. The caller then closes both sockets, which passes on the last end of stream.
+    /// too long. The caller then closes both sockets, which passes on the last end of stream, or a reset if the client's
+    /// bytes are incomplete. Dropping the future has the same effect.
     pub(crate) async fn run(&self) -> Ended {
         let direction = |from: &Side<'a>, to: &Side<'a>, total: &'a AtomicU64| Direction {
             from: from.socket,
@@ -157,15 +157,19 @@ impl<'a> Relay<'a> {
             }
         };
         let sides = [Some(self.client), Some(self.endpoint)];
+        let mut reset = ResetOnDrop::new(self.endpoint.socket);
         let reason = tokio::select! {
             reason = both => reason,
             reason = watch([&up.moved, &down.moved], self.idle, sides) => Some(reason),
         };
-        match reason {
-            Some(CloseReason::EndpointLost) => self.settle().await,
-            // A reset prevents the endpoint from mistaking the bytes so far for the complete stream.
-            Some(CloseReason::ClientLost) => reset_on_close(self.endpoint.socket),
-            _ => {}
+        if !matches!(
+            reason,
+            Some(CloseReason::ClientLost | CloseReason::IdleTimeout)
+        ) {
+            reset.disarm();
+        }
+        if reason == Some(CloseReason::EndpointLost) {
+            self.settle().await;
         }
         Ended {
             reason,

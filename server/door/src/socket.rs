@@ -7,9 +7,34 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
 use bytes::BufMut;
+use culvert_host::net::listen::reset_on_close;
 use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::TcpStream;
+
+/// Makes the close of a connection a reset, unless the value is [`disarmed`](Self::disarm): its peer would mistake the
+/// bytes so far for all bytes. The value must be dropped before the socket.
+#[derive(Debug)]
+pub(crate) struct ResetOnDrop<'a>(Option<&'a TcpStream>);
+
+impl<'a> ResetOnDrop<'a> {
+    pub(crate) fn new(socket: &'a TcpStream) -> Self {
+        Self(Some(socket))
+    }
+
+    /// Lets the connection close in the ordinary way.
+    pub(crate) fn disarm(&mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for ResetOnDrop<'_> {
+    fn drop(&mut self) {
+        if let Some(socket) = self.0 {
+            reset_on_close(socket);
+        }
+    }
+}
 
 /// Reads and writes a shared socket. Only one task may read, and only one may write.
 #[derive(Clone, Copy, Debug)]

@@ -13,11 +13,11 @@ use std::time::Duration;
 
 use culvert_host::net::proxy_protocol::Origin;
 use culvert_host::net::shares::{Share, Shares};
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 use rustix::io::Errno;
 use socket2::{Domain, Socket, Type};
 use tokio::net::TcpStream;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 use tracing::{info, warn};
 
 pub(crate) use self::flows::FlowPlace;
@@ -35,6 +35,9 @@ const ATTEMPTS: usize = 3;
 /// Connections that an address may have for each free place of an upstream. One address thus leaves a ninth of the
 /// places for others: all clients of a cluster may have one address.
 const SHARE_FACTOR: u64 = 8;
+
+/// Shortest time between two warnings about the limit of an upstream.
+const WARN_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Pause between two probes of a silent endpoint.
 const PROBE_PAUSE: Duration = Duration::from_secs(1);
@@ -58,6 +61,8 @@ pub(crate) struct Upstream {
     /// Number of QUIC flows with a place; the same limit applies.
     flows: AtomicU64,
     flow_shares: Arc<Shares>,
+    /// Time of the last warning about the limit.
+    warned: Mutex<Option<Instant>>,
 }
 
 /// The counters of one upstream; [`add_metrics`] renders them under Envoy's names.
@@ -129,6 +134,7 @@ impl Upstream {
             shares: Shares::of(limit, SHARE_FACTOR),
             flows: AtomicU64::new(0),
             flow_shares: Shares::of(limit, SHARE_FACTOR),
+            warned: Mutex::default(),
         })
     }
 
@@ -178,12 +184,10 @@ impl Upstream {
         let before = self.stats.active.fetch_add(1, Ordering::Relaxed);
         let place = Open(self.clone());
         if before >= self.limit {
-            self.stats.overflowed.fetch_add(1, Ordering::Relaxed);
-            return Err(ConnectError::Overflow);
+            return Err(self.overflow(client, ConnectError::Overflow));
         }
         let Some(share) = self.shares.take_at(client, before) else {
-            self.stats.overflowed.fetch_add(1, Ordering::Relaxed);
-            return Err(ConnectError::Share);
+            return Err(self.overflow(client, ConnectError::Share));
         };
         let mut failed = ConnectError::NoEndpoint;
         for endpoint in self.candidates() {
@@ -214,6 +218,18 @@ impl Upstream {
             }
         }
         Err(failed)
+    }
+
+    /// Counts a refusal because of the limit, and logs the first of some time.
+    fn overflow(&self, client: IpAddr, error: ConnectError) -> ConnectError {
+        self.stats.overflowed.fetch_add(1, Ordering::Relaxed);
+        let now = Instant::now();
+        let mut warned = self.warned.lock();
+        if warned.is_none_or(|at| now - at >= WARN_INTERVAL) {
+            *warned = Some(now);
+            warn!(upstream = %self.key, %client, %error, limit = self.limit, "connection refused: raise --max-connections");
+        }
+        error
     }
 
     /// Returns the endpoints to try for one connection: in the order of the rotation, silent endpoints last.

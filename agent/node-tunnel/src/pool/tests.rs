@@ -308,6 +308,42 @@ async fn connection_after_goaway_gets_no_new_streams_and_ends_with_its_last_stre
 }
 
 #[tokio::test(start_paused = true)]
+async fn connection_after_goaway_is_replaced_without_a_client() {
+    let mut proxy = Proxy::start(1);
+    let _stream = proxy.open().await.unwrap();
+    let mut a = proxy.next_connection().await;
+    let _in_a = a.next_stream().await;
+    a.drain.notify_one();
+    let _b = proxy.next_connection().await;
+    sleep(DIAL_TAKES).await;
+    assert!(proxy.pool.is_up());
+}
+
+#[tokio::test(start_paused = true)]
+async fn client_waits_for_a_second_dial_while_the_proxy_works() {
+    let mut proxy = Proxy::start(1);
+    let _stream = proxy.open().await.unwrap();
+    let mut a = proxy.next_connection().await;
+    let _in_a = a.next_stream().await;
+    // The first dial after the end of a connection fails.
+    proxy.script.refuses.store(true, Ordering::Relaxed);
+    a.driver.abort();
+    let works_again = async {
+        while proxy.dials() < 2 {
+            sleep(DIAL_TAKES / 2).await;
+        }
+        sleep(DIAL_TAKES).await;
+        proxy.script.refuses.store(false, Ordering::Relaxed);
+    };
+    let opened = async {
+        sleep(DIAL_TAKES / 4).await;
+        proxy.open().await.map(|_| ())
+    };
+    let (opened, ()) = tokio::join!(opened, works_again);
+    assert_eq!((opened, proxy.dials()), (Ok(()), 3));
+}
+
+#[tokio::test(start_paused = true)]
 async fn connection_to_a_silent_proxy_never_counts_as_up() {
     let mut proxy = Proxy::start(1);
     proxy.script.mute.store(true, Ordering::Relaxed);

@@ -164,6 +164,7 @@ fn door_settings(routes: &Path) -> door_config::Config {
         limits: door_config::Limits::default(),
         max_connections: MAX_CONNECTIONS,
         drain_timeout: DRAIN_TIMEOUT,
+        drain_delay: Duration::ZERO,
         worker_threads: 1,
         logging: LogConfig::default(),
         warnings: Vec::new(),

@@ -180,6 +180,11 @@ struct OperationsFlags {
     #[arg(long, value_name = "DURATION", default_value = "25s")]
     drain_timeout: GoDuration,
 
+    /// Part of --drain-timeout in which new connections are still accepted: Services and load balancers send
+    /// clients until they know that this program is no longer ready
+    #[arg(long, value_name = "DURATION", default_value = "5s")]
+    drain_delay: GoDuration,
+
     /// Congestion control of connections of clients: auto (bbr if the kernel permits it), system (the kernel's
     /// default), or a name such as cubic
     #[arg(long, value_name = "NAME", default_value_t)]
@@ -272,6 +277,7 @@ impl Flags {
             limits,
             max_connections: u64::try_from(max).unwrap_or(0),
             drain_timeout: self.operations.drain_timeout.saturating(),
+            drain_delay: self.operations.drain_delay.saturating(),
             worker_threads,
             link_congestion: self.operations.link_congestion,
             logging,

@@ -13,13 +13,13 @@ use culvert_native::window::{Inbound, Pings, TAKER_HELD_BYTES, WindowProfile};
 use culvert_stream::CloseReason;
 use culvert_stream::allowance::Allowance;
 use culvert_stream::io::LINGER;
-use http::{Method, Response, StatusCode};
+use http::{HeaderValue, Method, Response, StatusCode};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::task::coop::consume_budget;
 use tokio::time::{Instant, sleep, timeout};
 use tracing::debug;
 
-use super::ConnectListener;
+use super::{ConnectListener, TOO_MANY};
 use crate::metrics::Refusal;
 
 /// Maximum number of bytes kept for a stalled client by all CONNECT streams of an HTTP/2 connection together.
@@ -44,6 +44,9 @@ const PREMATURE: Duration = Duration::from_secs(1);
 /// Minimum for the number of opened streams in the flood check: a smaller number counts as this value (Envoy's
 /// `overload.premature_reset_total_stream_count`).
 const JUDGED_FROM: u64 = 500;
+
+/// Header of a 503 beyond a limit of connections, as in Envoy.
+const OVERLOADED_HEADER: &str = "x-envoy-overloaded";
 
 /// The shared state of all streams of a connection.
 struct Shared {
@@ -88,7 +91,7 @@ impl ConnectListener {
         };
         candidate.admit();
         drop(candidate);
-        let draining = self.front.draining.clone();
+        let closing = self.front.closing.clone();
         // Each stream has a clone, so the reference count shows whether streams are open.
         let shared = Arc::new(Shared {
             peer,
@@ -101,7 +104,7 @@ impl ConnectListener {
         loop {
             let next = tokio::select! {
                 next = taker.next() => next,
-                () = draining.cancelled(), if !is_draining => {
+                () = closing.cancelled(), if !is_draining => {
                     is_draining = true;
                     taker.drain();
                     continue;
@@ -182,9 +185,14 @@ impl ConnectListener {
         };
         let connected = match connected {
             Ok(connected) => connected,
-            Err((status, _)) => {
+            Err((status, why)) => {
+                let mut response = answer(status);
+                if why == TOO_MANY {
+                    let value = HeaderValue::from_static("true");
+                    response.headers_mut().insert(OVERLOADED_HEADER, value);
+                }
                 // Fails if the client is gone.
-                let _ = respond.send_response(answer(status), true);
+                let _ = respond.send_response(response, true);
                 return;
             }
         };
