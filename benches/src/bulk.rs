@@ -18,8 +18,8 @@ use crate::load::{Echo, percentiles};
 /// Time between the start of the bulk transfers and the start of the measurement, on a loopback.
 pub(crate) const RAMP: Duration = Duration::from_millis(500);
 
-/// Number of bulk downloads that run beside an echo.
-const BESIDE: usize = 2;
+/// Number of bulk connections beside an echo.
+pub(crate) const BESIDE: usize = 2;
 
 /// Running bulk connections. Dropping the value closes them.
 #[derive(Debug, Default)]
@@ -112,13 +112,13 @@ async fn upload(entry: Entry, target: SocketAddr, moved: Arc<AtomicU64>) -> anyh
     Ok(())
 }
 
-/// Sends echoes on one connection for `time`, beside bulk downloads that started `ramp` before.
+/// Sends echoes on one connection for `time`, beside bulk connections that started `ramp` before.
 pub(crate) async fn echo_beside(
     entry: &Entry,
     target: SocketAddr,
+    mut bulk: Bulk,
     [ramp, time]: [Duration; 2],
 ) -> anyhow::Result<Figures> {
-    let mut bulk = Bulk::default().downloads(entry, target, BESIDE);
     sleep(ramp).await;
     let mut echo = Echo::open(entry, target).await?;
     let mut times = Vec::new();
@@ -158,7 +158,9 @@ mod tests {
         sleep(time).await;
         assert!(down.rate(time).await.unwrap() > 0.0);
         assert!(up.rate(time).await.unwrap() > 0.0);
-        let figures = echo_beside(&entry, target, [time; 2]).await.unwrap();
+        let bulk = Bulk::default().downloads(&entry, target, BESIDE);
+        let beside = echo_beside(&entry, target, bulk, [time; 2]);
+        let figures = beside.await.unwrap();
         assert!(figures.iter().all(|(_, value)| *value > 0.0), "{figures:?}");
     }
 

@@ -3,6 +3,8 @@
 //! Everything runs in a network of its own, with [`Link`] between agent and server. Stock programs use the kernel's
 //! default, which this subcommand sets to `cubic`, the default of most distributions, or else to `reno`.
 
+mod front_door;
+
 use std::fmt::Write as _;
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -18,7 +20,8 @@ use culvert_tests::{Executable, Mode, Topology, Transport};
 use serde_json::{Value, json};
 use tokio::time::{sleep, timeout};
 
-use crate::bulk::{self, Bulk};
+use self::front_door::FrontDoor;
+use crate::bulk::{self, BESIDE, Bulk};
 use crate::endpoint::Endpoints;
 use crate::entry::Entry;
 use crate::figures::{MIB, Metric, P50, P99};
@@ -71,6 +74,10 @@ pub(crate) struct Options {
     #[arg(long, value_name = "S", default_value_t = 4, value_parser = value_parser!(u64).range(1..=300))]
     seconds: u64,
 
+    /// Put a front door between the link and the server: ours for our programs, Envoy for the stock programs
+    #[arg(long)]
+    front_door: bool,
+
     /// Measure only rows with this text in their names
     #[arg(long, value_name = "TEXT", default_value = "")]
     row: String,
@@ -102,26 +109,35 @@ const CONTENDERS: [Contender; 4] = [
     Contender::Stock,
 ];
 
-/// Flag of [`Contender::Quic`]. Any port: the network belongs to this subcommand.
-const QUIC_PORT: &str = "--agent-quic-port=18443";
+/// UDP port of [`Contender::Quic`]. Any port: the network belongs to this subcommand.
+const QUIC_PORT: u16 = 18443;
 
 /// A measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Row {
     Downloads(usize),
     Uploads(usize),
-    EchoBeside,
+    EchoBesideDownloads,
+    EchoBesideUploads,
     Dials,
 }
 
-const ROWS: [Row; 6] = [
+const ROWS: [Row; 7] = [
     Row::Downloads(1),
     Row::Downloads(8),
     Row::Uploads(1),
     Row::Uploads(8),
-    Row::EchoBeside,
+    Row::EchoBesideDownloads,
+    Row::EchoBesideUploads,
     Row::Dials,
 ];
+
+/// The running programs of a contender. Dropping the value kills them.
+struct Running {
+    entry: Entry,
+    topology: Topology,
+    _door: Option<FrontDoor>,
+}
 
 // === impl Contender ===
 
@@ -135,11 +151,12 @@ impl Contender {
         }
     }
 
-    async fn start(self, programs: &Programs) -> anyhow::Result<(Topology, Entry)> {
-        let [of_server, of_agent] = match self {
-            Self::Ours(choice) => [(); 2].map(|()| Some(format!("--link-congestion={choice}"))),
-            Self::Quic => [QUIC_PORT, PREFER_QUIC].map(|flag| Some(flag.to_owned())),
-            Self::Stock => [None, None],
+    async fn start(self, programs: &Programs, has_door: bool) -> anyhow::Result<Running> {
+        let door = match self {
+            _ if !has_door => None,
+            Self::Stock => Some(FrontDoor::envoy().await?),
+            Self::Ours(choice) => Some(FrontDoor::ours(programs, choice).await?),
+            Self::Quic => Some(FrontDoor::ours(programs, "auto").await?),
         };
         let [server, agent] = match (self, programs.stock) {
             (Self::Ours(_) | Self::Quic, _) => [SERVER, AGENT].map(|name| programs.path(name)),
@@ -149,13 +166,28 @@ impl Contender {
             (Self::Stock, None) => bail!("needs Go"),
         }
         .map(Executable::At);
-        let host = format!("--proxy-server-host={CLUSTER_NAME}");
-        let fixed = ["--v=1", "--agent-bind-address=0.0.0.0"];
-        let of_server: Vec<&str> = fixed.into_iter().chain(of_server.as_deref()).collect();
-        let of_agent: Vec<&str> = [host.as_str()]
-            .into_iter()
-            .chain(of_agent.as_deref())
-            .collect();
+        let mut of_server = vec!["--v=1".to_owned()];
+        let mut of_agent = vec![format!("--proxy-server-host={CLUSTER_NAME}")];
+        if has_door {
+            of_server.push(format!("--agent-port={}", front_door::PORT));
+            of_agent.push(format!("--proxy-server-port={}", front_door::PORT));
+        } else {
+            of_server.push("--agent-bind-address=0.0.0.0".to_owned());
+        }
+        match self {
+            Self::Ours(choice) => {
+                for flags in [&mut of_server, &mut of_agent] {
+                    flags.push(format!("--link-congestion={choice}"));
+                }
+            }
+            Self::Quic => {
+                of_server.push(format!("--agent-quic-port={QUIC_PORT}"));
+                of_agent.push(PREFER_QUIC.to_owned());
+            }
+            Self::Stock => {}
+        }
+        let [of_server, of_agent] = [&of_server, &of_agent]
+            .map(|flags| flags.iter().map(String::as_str).collect::<Vec<_>>());
         let builder = Topology::builder(Mode::HttpConnect, Transport::Uds)
             .server(server, &of_server)
             .agent_args(&AGENT_FLAGS)
@@ -164,8 +196,11 @@ impl Contender {
         let FrontEnd::ConnectUds(front) = topology.front_end() else {
             bail!("the front end is not a Unix socket");
         };
-        let entry = Entry::Connect(front.clone());
-        Ok((topology, entry))
+        Ok(Running {
+            entry: Entry::Connect(front.clone()),
+            topology,
+            _door: door,
+        })
     }
 }
 
@@ -178,10 +213,15 @@ impl Row {
         const DOWNLOADS: &[Metric] = &[Metric::higher("download, 8 connections, MiB/s")];
         const UPLOAD: &[Metric] = &[Metric::higher("upload, 1 connection, MiB/s")];
         const UPLOADS: &[Metric] = &[Metric::higher("upload, 8 connections, MiB/s")];
-        const BESIDE: &[Metric] = &[
+        const BESIDE_DOWNLOADS: &[Metric] = &[
             Metric::lower("echo beside 2 downloads, p50 ms"),
             Metric::lower("echo beside 2 downloads, p99 ms"),
             Metric::higher("2 downloads beside echo, MiB/s"),
+        ];
+        const BESIDE_UPLOADS: &[Metric] = &[
+            Metric::lower("echo beside 2 uploads, p50 ms"),
+            Metric::lower("echo beside 2 uploads, p99 ms"),
+            Metric::higher("2 uploads beside echo, MiB/s"),
         ];
         const DIAL: &[Metric] = &[Metric::lower("dial + 1 byte, ms")];
         match self {
@@ -189,7 +229,8 @@ impl Row {
             Self::Downloads(_) => DOWNLOADS,
             Self::Uploads(1) => UPLOAD,
             Self::Uploads(_) => UPLOADS,
-            Self::EchoBeside => BESIDE,
+            Self::EchoBesideDownloads => BESIDE_DOWNLOADS,
+            Self::EchoBesideUploads => BESIDE_UPLOADS,
             Self::Dials => DIAL,
         }
     }
@@ -201,22 +242,25 @@ impl Row {
         target: SocketAddr,
         [ramp, time]: [Duration; 2],
     ) -> anyhow::Result<Vec<f64>> {
-        let mut load = match self {
-            Self::Downloads(count) => Bulk::default().downloads(entry, target, count),
-            Self::Uploads(count) => Bulk::default().uploads(entry, target, count),
-            Self::EchoBeside => {
-                let figures = bulk::echo_beside(entry, target, [ramp, time]).await?;
-                let scaled = figures.into_iter().map(|(metric, value)| match metric {
-                    P50 | P99 => value / 1000.0,
-                    _ => value,
-                });
-                return Ok(scaled.collect());
-            }
+        let bulk = Bulk::default();
+        let (mut load, has_echo) = match self {
+            Self::Downloads(count) => (bulk.downloads(entry, target, count), false),
+            Self::Uploads(count) => (bulk.uploads(entry, target, count), false),
+            Self::EchoBesideDownloads => (bulk.downloads(entry, target, BESIDE), true),
+            Self::EchoBesideUploads => (bulk.uploads(entry, target, BESIDE), true),
             Self::Dials => {
                 let done = load::run(entry, target, Job::new(Work::Dials, 1, DIALS)).await?;
                 return Ok(vec![done.elapsed.as_secs_f64() * 1000.0 / DIALS as f64]);
             }
         };
+        if has_echo {
+            let figures = bulk::echo_beside(entry, target, load, [ramp, time]).await?;
+            let scaled = figures.into_iter().map(|(metric, value)| match metric {
+                P50 | P99 => value / 1000.0,
+                _ => value,
+            });
+            return Ok(scaled.collect());
+        }
         sleep(ramp).await;
         Ok(vec![load.rate(time).await? / MIB])
     }
@@ -300,8 +344,8 @@ async fn measure(
     for contender in CONTENDERS {
         // The same packets are lost for every contender.
         let _link = ask(|| Link::start(conditions, 1))?.context("cannot create the link")?;
-        let (topology, entry) = match contender.start(programs).await {
-            Ok(started) => started,
+        let running = match contender.start(programs, options.front_door).await {
+            Ok(running) => running,
             Err(error) => {
                 println!("FAILED {}: {error:#}", contender.name());
                 lines.iter_mut().for_each(|(_, values)| values.push(None));
@@ -310,14 +354,14 @@ async fn measure(
         };
         let endpoints = Endpoints::start().await?;
         let target = endpoints.lean();
-        carries(&entry, target).await?;
+        carries(&running.entry, target).await?;
         if contender == Contender::Quic {
-            uses_quic(&topology, &entry, target).await?;
+            uses_quic(&running.topology, &running.entry, target).await?;
         }
         let mut values = lines.iter_mut().map(|(_, values)| values);
         for row in &rows {
             let limit = LIMIT + times.iter().sum::<Duration>();
-            let measured = timeout(limit, row.measure(&entry, target, times)).await;
+            let measured = timeout(limit, row.measure(&running.entry, target, times)).await;
             let measured = measured.context("no result in time").flatten();
             let count = row.metrics().len();
             let measured = match measured {

@@ -7,8 +7,9 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
-use culvert_tests::Program;
 use culvert_tests::interop::Interop;
+use culvert_tests::metrics::http_get;
+use culvert_tests::{Program, eventually};
 use tempfile::TempDir;
 
 use crate::agents::AGENTS;
@@ -16,7 +17,7 @@ use crate::endpoint::{ENDPOINT, LISTENING};
 use crate::harness::harness;
 use crate::names::{AGENT, NODE, PROXY, SERVER};
 
-/// Time limit for the endpoint to print its address.
+/// Time limit for a program to become ready, and for the endpoint to print its address.
 const START_LIMIT: Duration = Duration::from_secs(20);
 
 /// The programs to start.
@@ -71,6 +72,21 @@ impl Programs {
     /// Returns the path of the program that runs many agents of ours.
     pub(crate) fn agents(&self) -> PathBuf {
         self.names.path().join(AGENTS)
+    }
+
+    /// Starts one of our programs, and waits until its listener `health` says that the program is ready.
+    ///
+    /// # Panics
+    /// If the program is not ready in time.
+    pub(crate) async fn start(&self, name: &str, args: &[String], health: SocketAddr) -> Program {
+        let program = Program::spawn(self.path(name), args, &[]);
+        eventually(&format!("{name} is ready"), START_LIMIT, async || {
+            let (status, _, body) = http_get(health, "/readyz").await?;
+            ensure!(status.is_success(), "{status} {body:?}");
+            anyhow::Ok(())
+        })
+        .await;
+        program
     }
 
     /// Starts the endpoint of idle connections and returns its address.

@@ -27,6 +27,7 @@ use clap::{Args, ValueEnum as _};
 
 use self::contenders::{CONTENDERS, Contender, RELAY, Tunnel};
 use self::rows::{Front, Kind, ROWS};
+use crate::bulk::Bulk;
 use crate::endpoint::Endpoints;
 use crate::entry::Entry;
 use crate::figures::{
@@ -192,7 +193,10 @@ impl Scenario for Lab {
                 let work = async |job| self.work(entry, job).await;
                 measure::load(running, first, self.seconds, work).await
             }
-            Kind::EchoBesideBulk => bulk::echo_beside(entry, target, [bulk::RAMP, time]).await,
+            Kind::EchoBesideBulk => {
+                let bulk = Bulk::default().downloads(entry, target, bulk::BESIDE);
+                bulk::echo_beside(entry, target, bulk, [bulk::RAMP, time]).await
+            }
             Kind::Stalled => {
                 let time = rows::crowd_time(self.seconds);
                 stalled::measure(&CROWD, entry, &self.endpoints, time).await

@@ -17,6 +17,7 @@ mod changes;
 mod discovery;
 mod interface;
 mod judge;
+mod long_path;
 mod node;
 mod node_ports;
 mod origins;

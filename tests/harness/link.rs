@@ -20,6 +20,7 @@ mod shaper;
 use std::io;
 use std::os::fd::AsFd as _;
 use std::path::Path;
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
@@ -103,6 +104,33 @@ pub fn is_possible() -> bool {
         skip("/dev/net/tun not found");
     }
     found
+}
+
+/// Returns the numbers of unsent bytes of the connections along the link, and the sum of their packets in flight.
+///
+/// # Panics
+/// If `ss` (iproute2) is not installed.
+pub fn unsent_bytes() -> (Vec<u64>, u64) {
+    let shown = Command::new("ss")
+        .args(["-tinH", "state", "established"])
+        .output();
+    let shown = String::from_utf8(shown.expect("starting ss").stdout).expect("text of ss");
+    let field = |line: &str, name: &str| {
+        let value = line
+            .split_whitespace()
+            .find_map(|word| word.strip_prefix(name));
+        value.map_or(0, |value| value.parse().expect("a number of ss"))
+    };
+    // The second line of a connection has its state. Packets of the loopback interface are larger than the link's.
+    let states = shown.lines().filter(|line| line.contains("mss:14"));
+    let states: Vec<(u64, u64)> = states
+        .map(|line| (field(line, "notsent:"), field(line, "unacked:")))
+        .collect();
+    let in_flight = states.iter().map(|(_, packets)| packets).sum();
+    (
+        states.into_iter().map(|(unsent, _)| unsent).collect(),
+        in_flight,
+    )
 }
 
 impl Link {

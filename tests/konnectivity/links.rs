@@ -1,6 +1,5 @@
 //! Server and agent on two sides of a link that loses, delays or stops packets.
 
-use std::process::Command;
 use std::time::Duration;
 
 use culvert_host::net::long_path;
@@ -8,7 +7,7 @@ use culvert_kit::check;
 use culvert_kit::client::BoxedStream;
 use culvert_kit::pki::CLUSTER_NAME;
 use culvert_kit::services::Services;
-use culvert_tests::link::{self, Conditions, FAR, Link};
+use culvert_tests::link::{self, Conditions, FAR, Link, unsent_bytes};
 use culvert_tests::namespace::{alone, hosts};
 use culvert_tests::{Mode, Topology, Transport};
 use socket2::{Domain, SockRef, Socket, Type};
@@ -140,31 +139,6 @@ fn link_along_a_long_path_gets_a_larger_send_buffer_with_bbr_only() {
             }
         }
     });
-}
-
-/// Returns the numbers of unsent bytes of the TCP connections of this network whose peer is beyond the link, and the sum of
-/// their packets in flight.
-fn unsent_bytes() -> (Vec<u64>, u64) {
-    let shown = Command::new("ss")
-        .args(["-tinH", "state", "established"])
-        .output();
-    let shown = String::from_utf8(shown.expect("ss").stdout).unwrap();
-    let field = |line: &str, name: &str| {
-        let value = line
-            .split_whitespace()
-            .find_map(|word| word.strip_prefix(name));
-        value.map_or(0, |value| value.parse().unwrap())
-    };
-    // The second line of a connection has its state. Packets of the loopback interface are larger than those of the link.
-    let states = shown.lines().filter(|line| line.contains("mss:14"));
-    let states: Vec<(u64, u64)> = states
-        .map(|line| (field(line, "notsent:"), field(line, "unacked:")))
-        .collect();
-    let in_flight = states.iter().map(|(_, packets)| packets).sum();
-    (
-        states.into_iter().map(|(unsent, _)| unsent).collect(),
-        in_flight,
-    )
 }
 
 #[test]

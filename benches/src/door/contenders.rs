@@ -10,13 +10,12 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
 use bytes::Bytes;
+use culvert_tests::Program;
 use culvert_tests::envoy::{self, Envoy, RunningEnvoy, Seed};
 use culvert_tests::haproxy::{HaProxy, RunningHaProxy};
 use culvert_tests::hello::client_hello;
 use culvert_tests::kube_api::{KubeApi, service, slice};
-use culvert_tests::metrics::http_get;
 use culvert_tests::ports::Ports;
-use culvert_tests::{Program, eventually};
 use serde_json::json;
 use tempfile::TempDir;
 use tokio::time::{Instant, sleep, timeout};
@@ -275,7 +274,7 @@ impl Plan {
             format!("--envoy-stats-port={}", stats.port()),
             format!("--max-connections={MAX_CONNECTIONS}"),
         ];
-        let mut running = vec![ours(programs, PROXY, &door, stats).await];
+        let mut running = vec![Running::Ours(programs.start(PROXY, &door, stats).await)];
         let entry = match self.front {
             Front::Sni => sni(at, self.last()),
             Front::Node => {
@@ -286,7 +285,7 @@ impl Plan {
                     "--stats-address=127.0.0.1".to_owned(),
                     format!("--stats-port={}", stats.port()),
                 ];
-                running.push(ours(programs, NODE, &node, stats).await);
+                running.push(Running::Ours(programs.start(NODE, &node, stats).await));
                 Entry::Plain(listen)
             }
         };
@@ -349,18 +348,6 @@ impl Plan {
         };
         self.door(entry, endpoint, Vec::new(), Source::Fixed)
     }
-}
-
-/// Starts one of our programs and waits until it is ready.
-async fn ours(programs: &Programs, name: &str, args: &[String], stats: SocketAddr) -> Running {
-    let program = Program::spawn(programs.path(name), args, &[]);
-    eventually(&format!("{name} is ready"), START_LIMIT, async || {
-        let (status, _, body) = http_get(stats, "/readyz").await?;
-        ensure!(status.is_success(), "{status} {body:?}");
-        anyhow::Ok(())
-    })
-    .await;
-    Running::Ours(program)
 }
 
 // === Services ===
