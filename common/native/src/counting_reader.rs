@@ -1,8 +1,8 @@
 //! The stream below HTTP/2: counts all bytes read from the peer, and reads while a write waits.
 //!
 //! `h2` reads nothing while a PING or its answer waits behind a frame that the stream does not accept. If both ends did so
-//! at once, each would wait for the other to read. So the client end reads ahead: the server end can then always finish
-//! its frame, reads again, and the client end can finish its own.
+//! at once, each would wait for the other to read. So the client end reads ahead: the server end can then finish its
+//! frame, reads again, and the client end can finish its own. There is room for one frame of the server end.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -10,14 +10,15 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
 
-use bytes::{Buf as _, BytesMut};
+use bytes::BytesMut;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio_util::io::poll_read_buf;
 
 use super::FRAME_BYTES;
 use super::window::Inbound;
 
-/// Largest number of bytes read while a write waits: more than the peer's `h2` writes before it reads, which is a frame
-/// and a buffer of 16 KiB.
+/// Largest number of bytes read while a write waits: more than the peer writes before it reads, which is a frame, a buffer
+/// of `h2` of 16 KiB, and a buffer of TLS of 64 KiB.
 const AHEAD_BYTES: usize = 2 * FRAME_BYTES;
 
 /// Bytes of one read while a write waits.
@@ -30,8 +31,10 @@ pub(crate) struct CountingReader<S> {
     inbound: Arc<Inbound>,
     /// Bytes read while a write waited.
     ahead: BytesMut,
-    /// Largest number of these bytes.
+    /// Largest number of these bytes; 0 reads nothing ahead.
     limit: usize,
+    /// True if the last read waits, and no write has waited since. `h2` then reads by itself.
+    is_reading: bool,
 }
 
 impl<S> CountingReader<S> {
@@ -42,52 +45,43 @@ impl<S> CountingReader<S> {
             inbound,
             ahead: BytesMut::new(),
             limit: 0,
+            is_reading: false,
         }
     }
 
-    /// Also reads while a write waits.
+    /// Returns the stream with reading ahead: it also reads while a write waits.
     pub(crate) fn reading_ahead(self) -> Self {
         Self {
             limit: AHEAD_BYTES,
             ..self
         }
     }
+
+    fn count(&self, bytes: usize) {
+        let heard = &self.inbound.heard;
+        heard.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
 }
 
 impl<S: AsyncRead + Unpin> CountingReader<S> {
-    fn poll_inner(
-        &mut self,
-        cx: &mut Context<'_>,
-        target: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        let before = target.filled().len();
-        let read = Pin::new(&mut self.inner).poll_read(cx, target);
-        let bytes = target.filled().len() - before;
-        self.inbound
-            .heard
-            .fetch_add(bytes as u64, Ordering::Relaxed);
-        read
-    }
-
-    /// Reads ahead if a write has to wait.
+    /// Reads ahead if a write has to wait and `h2` does not read.
     fn while_pending<T>(&mut self, cx: &mut Context<'_>, written: Poll<T>) -> Poll<T> {
-        if written.is_ready() || self.ahead.len() >= self.limit {
+        if written.is_ready() || std::mem::take(&mut self.is_reading) {
             return written;
         }
         let before = self.ahead.len();
-        let mut buffer = [std::mem::MaybeUninit::uninit(); READ_BYTES];
         while self.ahead.len() < self.limit {
-            let mut target = ReadBuf::uninit(&mut buffer);
-            match self.poll_inner(cx, &mut target) {
-                Poll::Ready(Ok(())) if !target.filled().is_empty() => {
-                    self.ahead.extend_from_slice(target.filled());
-                }
-                // The next read reports the end or the error again.
+            self.ahead.reserve(READ_BYTES);
+            match poll_read_buf(Pin::new(&mut self.inner), cx, &mut self.ahead) {
+                Poll::Ready(Ok(1..)) => {}
+                // The next read reports an end again. After an error, the write that waits fails too.
                 _ => break,
             }
         }
-        if self.ahead.len() > before {
-            // The reader waits for the inner stream, which has no more news of these bytes.
+        let bytes = self.ahead.len() - before;
+        if bytes > 0 {
+            self.count(bytes);
+            // The inner stream wakes nobody for bytes that were already read from it.
             cx.waker().wake_by_ref();
         }
         written
@@ -101,11 +95,15 @@ impl<S: AsyncRead + Unpin> AsyncRead for CountingReader<S> {
         target: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         if self.ahead.is_empty() {
-            return self.poll_inner(cx, target);
+            let before = target.filled().len();
+            let read = Pin::new(&mut self.inner).poll_read(cx, target);
+            self.count(target.filled().len() - before);
+            self.is_reading = read.is_pending();
+            return read;
         }
+        self.is_reading = false;
         let bytes = self.ahead.len().min(target.remaining());
-        target.put_slice(self.ahead.get(..bytes).unwrap_or_default());
-        self.ahead.advance(bytes);
+        target.put_slice(&self.ahead.split_to(bytes));
         if self.ahead.is_empty() {
             self.ahead = BytesMut::new();
         }

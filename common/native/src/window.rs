@@ -34,7 +34,7 @@ use tokio::time::{Instant, Sleep, sleep};
 use super::buffers::Buffers;
 use super::{LONG_PATH_FRAME_BYTES, SEND_BYTES};
 
-use self::estimate::Estimate;
+use self::estimate::{Estimate, FORGET_AFTER};
 pub use self::profile::{
     BESIDE_BYTES, CROWDED_BYTES, LONG_PATH_BYTES, PACKETS_BESIDE_BYTES, PACKETS_LONG_PATH_BYTES,
     SHORT_PATH_BYTES, WindowProfile,
@@ -435,6 +435,8 @@ impl Tuner {
             return;
         }
         self.link_changes = changes;
+        // The new transport may take another path.
+        self.estimate.samples = self.estimate.samples.max(FORGET_AFTER);
         if let Some(asked) = &mut self.asked {
             asked.is_void = true;
             self.set_alarm(self.pings.timeout);

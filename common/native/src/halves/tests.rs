@@ -218,12 +218,10 @@ async fn bytes_pass_both_ways_at_once_and_each_direction_ends_independently() {
     assert_eq!(link.held(), [0, 0]);
 }
 
-/// Not with paused time: the pings of a busy link depend on it.
-#[tokio::test]
-async fn bulk_in_both_directions_never_waits_for_itself() {
+/// Moves bulk in both directions of a link, in real time: with paused time, a busy link sends no second PING.
+async fn moves_both_ways(mut link: Link) {
     const STREAMS: usize = 8;
     const BYTES: usize = 8 << 20;
-    let mut link = Link::new().await;
     let mut ends = JoinSet::new();
     for _ in 0..STREAMS {
         let (near, far) = link.open().await;
@@ -249,6 +247,19 @@ async fn bulk_in_both_directions_never_waits_for_itself() {
     }
     for received in ends.join_all().await {
         assert_eq!(received, Ok(BYTES));
+    }
+}
+
+#[tokio::test]
+async fn bulk_in_both_directions_never_waits_for_itself() {
+    moves_both_ways(Link::new().await).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn bulk_in_both_directions_of_a_large_pipe_never_waits_for_itself() {
+    for _ in 0..4 {
+        let (near, far) = tokio::io::duplex(2 << 20);
+        moves_both_ways(Link::over(near, far).await).await;
     }
 }
 

@@ -11,7 +11,8 @@ const SHRINK_AFTER: u32 = 8;
 pub(super) const FORGET_AFTER: u32 = 4096;
 
 /// Largest sum of the windows of all streams, in bytes. A stream keeps up to a third of its window before it returns the
-/// bytes. All these bytes count against the window of the connection, [`CONNECTION_WINDOW_BYTES`](crate::CONNECTION_WINDOW_BYTES), and leave a third of it.
+/// bytes. These bytes of all streams leave a third of the connection's window,
+/// [`CONNECTION_WINDOW_BYTES`](crate::CONNECTION_WINDOW_BYTES).
 const ALL_WINDOWS_BYTES: u64 = 1 << 32;
 
 /// Computation of the window, without I/O.
@@ -64,7 +65,7 @@ impl Estimate {
     /// Adjusts the window to the `bytes` that arrived in a round trip of `took`, while `held` bytes are unread.
     pub(super) fn measured(&mut self, bytes: u64, took: Duration, held: usize) {
         self.samples += 1;
-        // Beside bulk, the round trip contains the time in queues.
+        // Beside received bulk, the round trip contains the time in queues.
         let is_quiet = bytes < SAMPLE_BYTES;
         if took < self.shortest || (is_quiet && self.samples >= FORGET_AFTER) {
             self.shortest = took;
