@@ -50,7 +50,7 @@ async fn dial_refused_by_the_endpoint_reports_its_error() {
 }
 
 #[tokio::test]
-async fn dial_of_a_huge_address_fails_alone() {
+async fn dial_of_a_too_long_address_reaches_no_agent() {
     let services = Services::start().await.unwrap();
     for mode in MODES {
         let topology = Topology::simple(mode, Transport::Uds).await;
@@ -59,7 +59,7 @@ async fn dial_of_a_huge_address_fails_alone() {
         assert_eq!(timely("an echo", stream.read_u8()).await.unwrap(), b'x');
         for bytes in [5_000, 300_000] {
             let error = refusal(&topology, &format!("{}:443", "a".repeat(bytes))).await;
-            let text = format!("the address to dial has {} bytes", bytes + 4);
+            let text = format!("the address or protocol to dial has {} bytes", bytes + 4);
             assert_refused(&error, 400, &text, &text);
         }
         stream.write_all(b"y").await.unwrap();

@@ -3,6 +3,8 @@
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
+use culvert_kit::client::FrontEnd;
+use culvert_kit::services::Services;
 use culvert_tests::metrics::http_get;
 use culvert_tests::process::ours;
 use culvert_tests::{Mode, Program, Topology, Transport, eventually};
@@ -48,6 +50,34 @@ async fn silent_connections_do_not_lock_out_agents() {
     let metrics = topology.server_metrics(0).await;
     let refused = value(&metrics, "culvert_rejected_total", &refused);
     assert!(refused > 0.0, "{refused}");
+}
+
+#[tokio::test]
+async fn silent_connections_do_not_use_up_the_permits_of_clients() {
+    let services = Services::start().await.unwrap();
+    let target = services.raw.to_string();
+    for mode in MODES {
+        let builder = Topology::builder(mode, Transport::Tcp).servers(1);
+        let builder = builder.server_args(&["--max-frontend-connections=1"]);
+        let topology = builder.agents(1).start().await;
+        let (FrontEnd::GrpcTcp { addr, .. } | FrontEnd::ConnectTcp { addr, .. }) =
+            topology.front_end()
+        else {
+            panic!("no TCP front end");
+        };
+        let _silent = [
+            TcpStream::connect(addr).await.unwrap(),
+            TcpStream::connect(addr).await.unwrap(),
+        ];
+        let first = topology.connect(&target).await.unwrap();
+        // The limit holds for clients.
+        assert!(topology.connect(&target).await.is_err());
+        drop(first);
+        eventually("the permit is free again", LIMIT, async || {
+            topology.connect(&target).await.map(drop)
+        })
+        .await;
+    }
 }
 
 #[tokio::test]

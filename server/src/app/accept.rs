@@ -39,9 +39,15 @@ pub(super) async fn serve_frontend(
     });
     let permits = Arc::new(Semaphore::new(max_connections));
     let handle = |accepted| {
-        let Ok(permit) = permits.clone().try_acquire_owned() else {
-            return refuse_client(&context, mode, accepted, max_connections);
+        // A TCP client gets its permit after the handshake: strangers must not use up the permits.
+        let permit = match accepted {
+            Accepted::Unix(_) => match permits.clone().try_acquire_owned() {
+                Ok(permit) => Some(permit),
+                Err(_) => return refuse_client(&context, mode, accepted, max_connections),
+            },
+            Accepted::Tcp(..) => None,
         };
+        let permits = permits.clone();
         let (context, frontend, service) = (context.clone(), frontend.clone(), service.clone());
         let seat = frontend.router.seat();
         let Some(seat) = seat.or_else(|| Shards::current().map(ClientSeat::on)) else {
@@ -77,6 +83,10 @@ pub(super) async fn serve_frontend(
                         };
                         // The handshake has verified the client's certificate.
                         candidate.admit();
+                        let Ok(_permit) = permits.try_acquire_owned() else {
+                            let why = too_many(max_connections);
+                            return context.reject(RejectReason::TooManyConnections, &peer, &why);
+                        };
                         match mode {
                             Mode::Grpc => {
                                 let stream = AuthorityStream::new(stream);
@@ -97,21 +107,18 @@ pub(super) async fn serve_frontend(
     listener.serve(shutdown, handle).await;
 }
 
-/// Refuses a client beyond the limit of connections. Clients of CONNECT on a Unix socket receive the reason;
-/// others have no protocol for the reason before TLS or HTTP/2.
+/// Refuses a client of a Unix socket beyond the limit of connections. Clients of CONNECT receive the reason.
 fn refuse_client(context: &ListenerContext, mode: Mode, accepted: Accepted, limit: usize) {
-    let why = format!("{limit} clients are connected, the limit of --max-frontend-connections");
-    let peer = match accepted {
-        Accepted::Unix(stream) => {
-            if mode == Mode::HttpConnect {
-                // A new socket has room for the answer.
-                let _ = stream.try_write(&connect::failure(503, &why));
-            }
-            "unix".to_owned()
-        }
-        Accepted::Tcp(_, peer) => peer.to_string(),
-    };
-    context.reject(RejectReason::TooManyConnections, &peer, &why);
+    let why = too_many(limit);
+    if let (Accepted::Unix(stream), Mode::HttpConnect) = (accepted, mode) {
+        // A new socket has room for the answer.
+        let _ = stream.try_write(&connect::failure(503, &why));
+    }
+    context.reject(RejectReason::TooManyConnections, "unix", &why);
+}
+
+fn too_many(limit: usize) -> String {
+    format!("{limit} clients are connected, the limit of --max-frontend-connections")
 }
 
 /// Serves the agents that connect.

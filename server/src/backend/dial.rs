@@ -10,8 +10,8 @@ use culvert_stream::Dial;
 /// rest is time on the network.
 pub(crate) const ANSWER_TIMEOUT: Duration = Duration::from_secs(7);
 
-/// Longest address or protocol of a dial, in bytes. A native agent ends its connection at a longer head than 256 KiB, and
-/// with the connection all streams.
+/// Longest address or protocol of a dial, in bytes. `h2` ends a connection, with all its streams, at a head of more than
+/// four times the largest accepted head: 256 KiB at a native agent.
 pub(crate) const MAX_ADDRESS_BYTES: usize = 4096;
 
 /// Maximum number of peers of one tunnel that a dial tries. Lost peers do not count, because a dial learns of the
@@ -51,9 +51,9 @@ pub enum DialError {
     /// succeed.
     #[error("{0}")]
     Uncarried(String),
-    /// The address or the protocol is too long, by the number of bytes. No peer got the dial.
+    /// The address or the protocol has this number of bytes, which is too many. No peer got the dial.
     #[error(
-        "the address to dial has {0} bytes, and the limit is {MAX_ADDRESS_BYTES}: a host name has at most 253"
+        "the address or protocol to dial has {0} bytes, and the limit is {MAX_ADDRESS_BYTES}: a host name has at most 253"
     )]
     TooLong(usize),
     /// Too many dials wait for an answer. No peer got the dial.
