@@ -69,7 +69,7 @@ pub(crate) enum Refused {
     Unavailable,
     #[error(
         "the proxy answered 503, because the Service or the address of this node has as many connections as the \
-         proxy permits: raise --max-connections of the nodeport-proxy"
+         proxy permits: raise --max-connections of the nodeport-proxy, or its limit of open files; its log names the limit"
     )]
     Overloaded,
     #[error(

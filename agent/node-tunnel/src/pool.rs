@@ -1,8 +1,8 @@
 //! The connections to the proxy: a few persistent connections, shared by all streams.
 //!
 //! A single task ([`ConnectionPool::run`]) makes the dials, one at a time, so that all waiting clients share
-//! a dial and learn of a failed dial at once. They wait for one more dial if the dial before had succeeded. The
-//! pool keeps one connection open even without clients, and opens more connections, up to the limit, while each
+//! a dial and learn of a failed dial at once. A client also waits for a second dial, unless the dial before its
+//! request failed. The pool keeps one connection open even without clients, and opens more connections, up to the limit, while each
 //! open connection carries a stream. A connection gets no new streams and is replaced if it broke, received
 //! GOAWAY, does not answer a PING, or is suspect: a request and a probe had no answer.
 
@@ -47,7 +47,7 @@ const LAST_PAUSE: Duration = Duration::from_secs(5);
 /// cut; with 16 MiB, between two Envoys, a download of 60 MB to a slow reader was cut.
 const WINDOW_BYTES: u32 = 16 * 1024 * 1024;
 
-/// Longest time until the pool notices that a connection accepts no new streams. `h2` reports a GOAWAY only when asked.
+/// Pause between two checks for connections that accept no new streams. `h2` reports a GOAWAY only when asked.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Time for unused connections to close at shutdown.
@@ -167,7 +167,7 @@ impl<R: Reach> ConnectionPool<R> {
     async fn open_or_wait(&self, target: &Uri) -> Result<Stream, PoolError> {
         // Subscribed before the first attempt, so that no dial result is missed.
         let mut dialed = self.dialed.subscribe();
-        // While the proxy works, a failed dial may have met a replica that ends.
+        // If the last dial succeeded, one failed dial may have met a replica that ends.
         let mut may_fail = dialed.borrow().is_none();
         loop {
             let opened = self.try_open(target);

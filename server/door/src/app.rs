@@ -276,7 +276,7 @@ impl Bound {
                 "cutting the remaining connections"
             );
         }
-        // Not before the end of a short drain timeout.
+        // With a drain timeout shorter than the drain delay, the listeners are still open.
         closing.cancel();
         accepting.close();
         front.tasks.close();

@@ -64,7 +64,7 @@ pub(crate) struct Front {
     pub tasks: TaskTracker,
     /// Token to end all connections at once.
     pub cut: CancellationToken,
-    /// Token for the end of the listeners, after which clients should leave.
+    /// Fires when the listeners close. HTTP/2 clients then get a GOAWAY.
     pub closing: CancellationToken,
 }
 

@@ -12,7 +12,7 @@ use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::TcpStream;
 
-/// Makes the close of a connection a reset, unless the value is [`disarmed`](Self::disarm): its peer would mistake the
+/// Resets a connection when dropped, unless [`disarmed`](Self::disarm): after an ordinary close, the peer would take the
 /// bytes so far for all bytes. The value must be dropped before the socket.
 #[derive(Debug)]
 pub(crate) struct ResetOnDrop<'a>(Option<&'a TcpStream>);

@@ -220,7 +220,7 @@ impl Upstream {
         Err(failed)
     }
 
-    /// Counts a refusal because of the limit, and logs the first of some time.
+    /// Counts a refusal because of the limit, and logs a warning at most every [`WARN_INTERVAL`].
     fn overflow(&self, client: IpAddr, error: ConnectError) -> ConnectError {
         self.stats.overflowed.fetch_add(1, Ordering::Relaxed);
         let now = Instant::now();

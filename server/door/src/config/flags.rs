@@ -264,6 +264,11 @@ impl Flags {
                 balancer,
             }),
         };
+        let [drain, delay] = [&self.operations.drain_timeout, &self.operations.drain_delay]
+            .map(|time| time.saturating());
+        if !drain.is_zero() && delay >= drain {
+            p.warn("--drain-delay is not shorter than --drain-timeout: connections are accepted until all are cut; lower --drain-delay or raise --drain-timeout".to_owned());
+        }
         let warnings = problems.finish()?;
         Ok(Config {
             source,
