@@ -47,6 +47,11 @@ const INTRODUCTION_TIMEOUT: Duration = Duration::from_secs(30);
 const FIRST_PAUSE: Duration = Duration::from_secs(60);
 const LONGEST_PAUSE: Duration = Duration::from_secs(3600);
 
+/// Number of attempts with a short pause after UDP has reached another server: a Service chooses a server for each port of
+/// the agent.
+const OTHER_SERVERS: u32 = 10;
+const SHORT_PAUSE: Duration = Duration::from_secs(1);
+
 /// Life of a link after which a failure counts as the first.
 const LASTING: Duration = Duration::from_secs(300);
 
@@ -152,6 +157,7 @@ impl Second {
         };
         let links = async {
             let (mut pause, mut last_error) = (FIRST_PAUSE, String::new());
+            let mut others = OTHER_SERVERS;
             while !ended.is_cancelled() {
                 let connected = tokio::select! {
                     connected = probe.connect() => connected,
@@ -166,6 +172,7 @@ impl Second {
                     Ok(open) => {
                         let since = Instant::now();
                         last_error.clear();
+                        others = OTHER_SERVERS;
                         path.lock().new_link();
                         let cause = probe.carry(&agent, open, &path, &socket, &ended).await;
                         info!(cause, "the QUIC link has ended");
@@ -173,8 +180,20 @@ impl Second {
                             pause = FIRST_PAUSE;
                         }
                     }
-                    Err(error) if error == last_error => debug!(error, "still no QUIC link"),
-                    Err(error) => {
+                    Err(NoLink::OtherServer(error)) if others > 0 => {
+                        others -= 1;
+                        debug!(error, "trying again from another port");
+                        tokio::select! {
+                            () = sleep(SHORT_PAUSE) => continue,
+                            () = ended.cancelled() => return,
+                        }
+                    }
+                    Err(NoLink::OtherServer(error) | NoLink::Failed(error))
+                        if error == last_error =>
+                    {
+                        debug!(error, "still no QUIC link")
+                    }
+                    Err(NoLink::OtherServer(error) | NoLink::Failed(error)) => {
                         info!(error, server = %remote, "no QUIC link, TCP carries all connections");
                         last_error = error;
                     }
@@ -187,6 +206,19 @@ impl Second {
             }
         };
         tokio::join!(close, links);
+    }
+}
+
+/// Reason why an attempt failed.
+enum NoLink {
+    /// UDP reaches another server than TCP.
+    OtherServer(String),
+    Failed(String),
+}
+
+impl From<String> for NoLink {
+    fn from(why: String) -> Self {
+        Self::Failed(why)
     }
 }
 
@@ -203,7 +235,7 @@ struct Probe {
 
 impl Probe {
     /// Makes one attempt to connect.
-    async fn connect(&self) -> Result<Open, String> {
+    async fn connect(&self) -> Result<Open, NoLink> {
         let endpoint = client(self.remote).map_err(text)?;
         let config = client_config(&self.tls.get()).map_err(text)?;
         let host = self.config.server_host.trim_matches(['[', ']']);
@@ -222,7 +254,7 @@ impl Probe {
     }
 
     /// Introduces the agent, and tries packets of all sizes.
-    async fn introduce(&self, connection: &Connection) -> Result<(SendStream, RecvStream), String> {
+    async fn introduce(&self, connection: &Connection) -> Result<(SendStream, RecvStream), NoLink> {
         let metadata = metadata(&self.config).await.map_err(text)?;
         let mut headers = metadata.into_headers();
         headers.insert(SESSION_HEADER, self.session.clone());
@@ -230,14 +262,14 @@ impl Probe {
         let mut both = tokio::io::join(&mut receive, &mut send);
         let answer = match hello::introduce(&mut both, &headers).await.map_err(text)? {
             Answer::Accepted(answer) => MetadataMap::from_headers(answer),
-            Answer::Connected(_) => return Err("the server refused the link".into()),
+            Answer::Connected(_) => return Err("the server refused the link".to_owned().into()),
         };
         let (server_id, _) = server_of(&answer)?;
         if server_id != self.server_id {
-            return Err(format!(
+            return Err(NoLink::OtherServer(format!(
                 "UDP reaches the server {server_id:?}, and TCP the server {:?}",
                 self.server_id
-            ));
+            )));
         }
         let bytes = vec![0x5a; TRIAL_BYTES];
         let mut echo = vec![0; TRIAL_BYTES];
@@ -249,7 +281,7 @@ impl Probe {
         trial.await?;
         match echo == bytes {
             true => Ok((send, receive)),
-            false => Err("the server returned other bytes".into()),
+            false => Err("the server returned other bytes".to_owned().into()),
         }
     }
 
