@@ -30,6 +30,8 @@ enum Source {
 struct Known {
     announced: i64,
     leases: i64,
+    /// True if the last list had a live lease.
+    has_leases: bool,
 }
 
 impl ServerCount {
@@ -50,6 +52,7 @@ impl ServerCount {
             known: Mutex::new(Known {
                 announced: 1,
                 leases: 1,
+                has_leases: false,
             }),
             changes: Notify::new(),
             gauge,
@@ -65,9 +68,12 @@ impl ServerCount {
     /// leases, and the last number stays.
     pub(crate) fn leases(&self, count: usize) {
         let count = i64::try_from(count).unwrap_or(i64::MAX);
-        if count > 0 {
-            self.change(|known| known.leases = count);
-        }
+        self.change(|known| {
+            known.has_leases = count > 0;
+            if count > 0 {
+                known.leases = count;
+            }
+        });
     }
 
     /// Returns the number of servers to connect to, at least 1.
@@ -75,9 +81,9 @@ impl ServerCount {
         self.of(&self.known.lock())
     }
 
-    /// Returns true if the number includes the leases, and thus follows the servers.
+    /// Returns true if the number includes leases that were found, and thus follows the servers.
     pub(crate) fn has_leases(&self) -> bool {
-        self.source != Source::Announced
+        self.source != Source::Announced && self.known.lock().has_leases
     }
 
     /// Waits until the number has changed since the last call.
@@ -138,13 +144,11 @@ mod tests {
     #[test]
     fn last_number_of_leases_stays_without_live_leases() {
         let count = count(Source::Leases);
-        count.leases(0);
-        assert_eq!(count.current(), 1);
-        count.leases(3);
-        count.leases(0);
-        assert_eq!(count.current(), 3);
-        count.leases(2);
-        assert_eq!(count.current(), 2);
+        assert!(!count.has_leases());
+        for (live, current) in [(0, 1), (3, 3), (0, 3), (2, 2)] {
+            count.leases(live);
+            assert_eq!((count.current(), count.has_leases()), (current, live > 0));
+        }
     }
 
     #[test]
