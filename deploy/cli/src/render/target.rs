@@ -133,6 +133,16 @@ impl<'a> Target<'a> {
         }
     }
 
+    /// Returns true if the seed has a NetworkPolicy for the egress of kube-apiserver.
+    pub(super) fn has_seed_policy(&self) -> bool {
+        self.cluster.spec.features.get("apiserverNetworkPolicy") != Some(&false)
+    }
+
+    /// Returns true if the user cluster has a NetworkPolicy for the agents or the OpenVPN client.
+    pub(super) fn has_user_policy(&self) -> bool {
+        self.cluster.spec.features.get("kubeSystemNetworkPolicies") == Some(&true)
+    }
+
     /// Returns the image of a program. `deploy/images` uses the same default names and tags.
     pub(super) fn image(&self, program: Program) -> String {
         let images = &self.cluster.facts().images;

@@ -391,6 +391,15 @@ fn old_tunnel_is_removed_after_the_switch_to_the_new_one() {
         agents < switch && switch < apiserver && apiserver < removal,
         "{text}"
     );
+    for (from, to) in [
+        (Side::Openvpn, Side::Konnectivity),
+        (Side::Konnectivity, Side::Openvpn),
+    ] {
+        let text = plan_text(from, to).unwrap();
+        let permitted = text.find("apply -f rendered/seed-network-policies.yaml");
+        let used = text.find("patch deployment apiserver --patch-file");
+        assert!(permitted.is_some() && permitted < used, "{text}");
+    }
     // A stream for kubectl apply must not contain the patch of kube-apiserver's Deployment.
     let applied = text.lines().filter(|line| line.contains("apply -f -"));
     for line in applied {

@@ -63,16 +63,15 @@ fn policies(target: &Target<'_>) -> Vec<Object> {
         });
         Object::new(Part::NetworkPolicies, Place::Seed, value)
     };
-    let features = &target.cluster.spec.features;
     let mut objects = Vec::new();
     // Where no other policy allows the egress of kube-apiserver, this one alone would deny etcd.
-    if features.get("apiserverNetworkPolicy") != Some(&false) {
+    if target.has_seed_policy() {
         objects.push(match target.cluster.tunnel {
             Tunnel::Konnectivity => seed("apiserver-internal-allow", "apiserver"),
             Tunnel::Openvpn => seed("openvpn-server-allow", "openvpn-server"),
         });
     }
-    if features.get("kubeSystemNetworkPolicies") == Some(&true) {
+    if target.has_user_policy() {
         let (name, labels) = match target.cluster.tunnel {
             Tunnel::Konnectivity => ("konnectivity", json!({"app": "konnectivity-agent"})),
             Tunnel::Openvpn => ("openvpn-client", json!({"role": "openvpn-client"})),

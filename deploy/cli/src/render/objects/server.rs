@@ -211,6 +211,9 @@ fn deployment(target: &Target<'_>) -> Value {
     ];
     volumes.extend(credentials());
     let labels = json!({"app": "openvpn-server"});
+    // The policies of KKP select this label too.
+    let id = target.namespace.trim_start_matches("cluster-");
+    let pod_labels = json!({"app": "openvpn-server", "cluster": id});
     json!({
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -221,7 +224,7 @@ fn deployment(target: &Target<'_>) -> Value {
             "strategy": {"type": "Recreate"},
             "selector": {"matchLabels": labels},
             "template": {
-                "metadata": {"labels": labels},
+                "metadata": {"labels": pod_labels},
                 "spec": {
                     "automountServiceAccountToken": false,
                     "securityContext": pod_security(),

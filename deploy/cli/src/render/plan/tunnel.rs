@@ -18,6 +18,27 @@ pub(super) fn apply(file: &str, values: &str, parts: &[&str], kubectl: &str) -> 
     )
 }
 
+/// Returns the commands that permit the traffic of a tunnel; none if the cluster has no policies.
+fn permit(target: &Target<'_>, file: &str, values: &str) -> Vec<String> {
+    let mut commands = Vec::new();
+    for (has_policy, place, kubectl) in [
+        (target.has_seed_policy(), "seed", SEED),
+        (target.has_user_policy(), "user", USER),
+    ] {
+        if has_policy {
+            commands.push(format!(
+                "{kubectl} apply -f rendered/{place}-network-policies.yaml"
+            ));
+        }
+    }
+    if !commands.is_empty() {
+        let render =
+            format!("culvert render {file} {values} --part=network-policies --output-dir=rendered");
+        commands.insert(0, render);
+    }
+    commands
+}
+
 /// Returns commands that patch the Deployment of kube-apiserver and wait for its pods.
 pub(super) fn patch_apiserver(target: &Target<'_>, file: &str, values: &str) -> Vec<String> {
     let namespace = &target.namespace;
@@ -119,13 +140,17 @@ pub(super) fn to_konnectivity(target: &Target<'_>, file: &str) -> Vec<Step> {
             format!("{SEED} -n {namespace} delete service konnectivity-server"),
         ),
         Step::new(
-            "Start the agents, and wait until they are connected.",
+            "Permit the traffic of the new tunnel. Start the agents, and wait until they are connected.",
             &[
-                apply(file, new, &["rbac", "agent"], USER),
-                format!("{USER} -n kube-system rollout status deployment konnectivity-agent"),
-                status(target),
-                "# repeat the command until konnectivity is healthy".to_owned(),
-            ],
+                permit(target, file, new),
+                vec![
+                    apply(file, new, &["rbac", "agent"], USER),
+                    format!("{USER} -n kube-system rollout status deployment konnectivity-agent"),
+                    status(target),
+                    "# repeat the command until konnectivity is healthy".to_owned(),
+                ],
+            ]
+            .concat(),
             "",
             remove_agents.clone(),
         ),
@@ -208,13 +233,17 @@ pub(super) fn to_openvpn(target: &Target<'_>, file: &str) -> Vec<Step> {
             .join("; "),
         ),
         Step::new(
-            "Start the OpenVPN client, and wait until it is ready: it is connected then.",
+            "Permit the traffic of the new tunnel. Start the OpenVPN client, and wait until it is ready: it is connected then.",
             &[
-                apply(file, new, &["agent"], USER),
-                format!("{USER} -n kube-system rollout status deployment openvpn-client"),
-                status(target),
-                "# repeat the command until openvpn is healthy".to_owned(),
-            ],
+                permit(target, file, new),
+                vec![
+                    apply(file, new, &["agent"], USER),
+                    format!("{USER} -n kube-system rollout status deployment openvpn-client"),
+                    status(target),
+                    "# repeat the command until openvpn is healthy".to_owned(),
+                ],
+            ]
+            .concat(),
             "",
             format!("{USER} -n kube-system delete deployment openvpn-client"),
         ),
