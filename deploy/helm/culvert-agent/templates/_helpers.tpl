@@ -197,8 +197,8 @@ maxSurge: {{ include "culvert.or" (list $given.maxSurge 0) }}
 {{- if and $v.leases.enabled (not $v.server.host) }}
 - leases.enabled needs server.host: an OpenVPN client counts no servers
 {{- end }}
-{{- if and $v.proxy.url $v.leases.enabled }}
-- proxy.url and leases.enabled are both set: the agent does not reach the Kubernetes API through a proxy, so it would ignore the proxy for leases; set extraEnv if this is intended
+{{- if and $v.proxy.url $v.leases.enabled (not $v.proxy.except) }}
+- proxy.url and leases.enabled are set without proxy.except: the agent would reach the Kubernetes API through the proxy; list the addresses of the API
 {{- end }}
 {{- if and (eq $v.kind "DaemonSet") $v.updateStrategy.maxSurge $v.hostNetwork }}
 - updateStrategy.maxSurge needs two pods on a node, and hostNetwork lets only one listen on its ports

@@ -57,12 +57,20 @@
 {{- toYaml (concat $args $v.extraArgs) }}
 {{- end }}
 
-{{/* Arguments that the stock server does not know. */}}
+{{/* Type of the update strategy. Two OpenVPN servers at once would share the clients. */}}
+{{- define "culvert-server.updateType" -}}
+{{- $recreate := and .Values.openvpn.enabled (eq (int .Values.replicas) 1) -}}
+{{- .Values.updateStrategy.type | default (ternary "Recreate" "RollingUpdate" $recreate) -}}
+{{- end }}
+
+{{/* Arguments that the stock server does not know. With Recreate, the next pod starts after the end of this one, so a drain
+would only lengthen the outage. */}}
 {{- define "culvert-server.ownArgs" -}}
 {{- $v := .Values -}}
 {{- $args := list
     (printf "--log-format=%s" $v.log.format)
-    (printf "--graceful-shutdown-timeout=%ds" (sub (int $v.terminationGracePeriodSeconds) 5)) -}}
+    (printf "--graceful-shutdown-timeout=%ds" (ternary 0 (sub (int $v.terminationGracePeriodSeconds) 5)
+        (eq (include "culvert-server.updateType" .) "Recreate"))) -}}
 {{- if $v.agents.quic }}{{ $args = append $args (printf "--agent-quic-port=%d" (int $v.agents.port)) }}{{ end }}
 {{- with $v.agents.idFrom }}{{ $args = append $args (printf "--agent-id-from=%s" .) }}{{ end }}
 {{- with $v.agents.proxyProtocolFrom }}{{ $args = append $args (printf "--agent-proxy-protocol-from=%s" (join "," .)) }}{{ end }}
