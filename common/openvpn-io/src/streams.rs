@@ -39,6 +39,8 @@ pub struct Streams {
     mailbox: Arc<Mailbox<Pipe>>,
     /// Packets from other peers.
     packets: VecDeque<Vec<u8>>,
+    /// True if the flows are the first to fill the link in this turn.
+    flows_first: bool,
     /// Flows with dropped handles, and their deadlines.
     left: VecDeque<(Moment, FlowId)>,
     close_wanted: bool,
@@ -53,6 +55,7 @@ impl Streams {
             entries: HashMap::new(),
             mailbox: Mailbox::new(),
             packets: VecDeque::new(),
+            flows_first: false,
             left: VecDeque::new(),
             close_wanted: false,
         }
@@ -222,8 +225,25 @@ impl Streams {
         }
     }
 
-    /// Passes packets to the link until `link` returns false because the link is full.
+    /// Passes packets to the link until `link` returns false because the link is full. The flows and the packets of
+    /// other peers are first in turn, because each of them may fill the link. The timers of the flows run at each call.
     pub fn poll_output(&mut self, now: Moment, link: &mut dyn FnMut(&[u8]) -> bool) {
+        let mut is_full = false;
+        let mut link = |packet: &[u8]| {
+            is_full = is_full || !link(packet);
+            !is_full
+        };
+        self.flows_first = !self.flows_first;
+        if self.flows_first {
+            self.flows.poll_output(now, &mut link);
+            self.forward(&mut link);
+        } else {
+            self.forward(&mut link);
+            self.flows.poll_output(now, &mut link);
+        }
+    }
+
+    fn forward(&mut self, link: &mut dyn FnMut(&[u8]) -> bool) {
         let mut sent = 0;
         while let Some(packet) = self.packets.front() {
             if !link(packet) {
@@ -233,9 +253,6 @@ impl Streams {
             self.packets.pop_front();
         }
         self.mailbox.sent(sent);
-        if self.packets.is_empty() {
-            self.flows.poll_output(now, link);
-        }
     }
 
     /// Returns the time of the next call of [`work`](Self::work) and [`poll_output`](Self::poll_output) if no

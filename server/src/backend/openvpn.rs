@@ -329,6 +329,10 @@ impl Openvpn {
                 return StreamDialError::TimedOut.into();
             }
             Broken::Flow(Closed::ConnectTimedOut(_)) => "i/o timeout",
+            // The client has too many flows, or too many dials wait.
+            Broken::Dial(_) | Broken::Busy => {
+                return DialError::Uncarried(format!("dial tcp {address}: {broken}"));
+            }
             _ => return StreamDialError::AgentLost.into(),
         };
         let reason = DialFailureReason::ErrorResponse;

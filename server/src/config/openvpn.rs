@@ -174,10 +174,11 @@ impl OpenvpnFlags {
             file.ping.or(Some(PING)),
         );
         // The file has the server's own timeout, which is twice the clients' timeout.
+        // Without pings, a restart would end every idle tunnel, so it needs an explicit time.
         let restart = file
             .ping_restart
             .map(|time| time / 2)
-            .or(Some(PING_RESTART));
+            .or(ping.map(|_| PING_RESTART));
         let ping_restart = time(
             p,
             "openvpn-ping-restart",

@@ -298,3 +298,41 @@ async fn forwarded_packets_wait_for_room_and_are_bounded() {
     streams.work(now(), &mut drop);
     assert!(streams.take_close() && !streams.take_close());
 }
+
+#[tokio::test]
+async fn forwarded_packets_and_flows_take_turns_at_a_full_link() {
+    let connect_timeout = Duration::from_secs(5);
+    let config = Config {
+        connect_timeout,
+        ..Config::default()
+    };
+    let mut streams = Streams::new(config, now());
+    let peer = streams.peer();
+    let dial = tokio::spawn({
+        let peer = peer.clone();
+        async move { peer.dial(TARGET).await }
+    });
+    tokio::task::yield_now().await;
+    let begin = now();
+    // The link has room for one packet at a time, and more packets of other peers wait.
+    let mut of_flows = 0;
+    for _ in 0..4 {
+        assert!(peer.forward(&[0xff; 1000]) && peer.forward(&[0xff; 1000]));
+        streams.work(begin, &mut drop);
+        let mut has_room = true;
+        streams.poll_output(begin, &mut |packet| {
+            let taken = std::mem::take(&mut has_room);
+            of_flows += usize::from(taken && packet[0] != 0xff);
+            taken
+        });
+    }
+    assert_eq!(of_flows, 1, "the SYN of the dial");
+    // The timers run although the link is full.
+    let late = begin + connect_timeout + Duration::from_secs(1);
+    streams.poll_output(late, &mut |_| false);
+    streams.work(late, &mut drop);
+    assert!(streams.poll_timeout().is_none_or(|at| at > late));
+    let ended = timeout(Duration::from_secs(10), dial).await.unwrap();
+    let timed_out = Broken::Flow(Closed::ConnectTimedOut(connect_timeout));
+    assert_eq!(ended.unwrap().err(), Some(timed_out));
+}

@@ -268,7 +268,10 @@ impl Flow {
             };
             if self.track.output(&emitted, now) {
                 self.retransmitted += 1;
-                if std::mem::take(&mut self.eager) {
+                // Nothing lies behind the peer if the peer is one of our programs: the tunnel stood still, and nothing
+                // is lost.
+                let has_path = self.mss() < OWN_MSS.into();
+                if has_path && std::mem::take(&mut self.eager) {
                     // After the first loss the flow uses normal congestion control.
                     self.socket_mut()
                         .set_congestion_control(CongestionControl::Cubic);
@@ -325,7 +328,7 @@ impl Flow {
     /// Over a stream transport nothing is lost inside the tunnel. The flow therefore starts without smoltcp's
     /// congestion control and its initial window of 2 KiB. The window is ten segments (RFC 6928) plus all
     /// bytes acknowledged so far, which doubles with each round trip. This slow start ends with the first
-    /// loss, which can only have happened behind the peer.
+    /// loss, which can only have happened behind a stock peer.
     pub(crate) fn send_room(&self) -> usize {
         let queue = self.socket().send_queue();
         let mut limit = self.send_limit();

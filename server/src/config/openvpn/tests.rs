@@ -48,6 +48,8 @@ fn defaults_match_the_platform() {
     assert_eq!(settings.ping, Some(Duration::from_secs(5)));
     assert_eq!(settings.ping_restart, Some(Duration::from_secs(30)));
     assert!(!settings.server.duplicate_cn && !settings.server.ccd_exclusive);
+    let unpinged = self::settings(&files, &["--openvpn-ping=0"]);
+    assert_eq!((unpinged.ping, unpinged.ping_restart), (None, None));
 }
 
 #[test]

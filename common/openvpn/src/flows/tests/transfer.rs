@@ -126,6 +126,31 @@ fn mss_is_the_smaller_of_both_ends() {
 }
 
 #[test]
+fn transfer_between_our_programs_keeps_its_rate_after_a_stall() {
+    const BYTES: usize = 30 << 20;
+    let times = [Duration::ZERO, Duration::from_secs(2)].map(|stall| {
+        let large = || Config::for_mtu(LARGE_TUN_MTU);
+        let mut net = Net::with(large(), large(), 7);
+        let set = |net: &mut Net, is_stalled| {
+            for wire in [&mut net.ab, &mut net.ba] {
+                (wire.delay, wire.room) = (Duration::from_millis(25), usize::MAX);
+                wire.stalled = is_stalled;
+            }
+        };
+        set(&mut net, false);
+        let id = net.dial(POD, BYTES);
+        net.run(MINUTE, |net| net.a.streams[&id].sent > BYTES / 2);
+        set(&mut net, true);
+        net.run(stall, |_| false);
+        set(&mut net, false);
+        let begin = net.now;
+        assert!(net.run(MINUTE, |net| net.accepted().received == BYTES));
+        net.now - begin
+    });
+    assert!(times[1] < 2 * times[0], "{times:?}");
+}
+
+#[test]
 fn one_way_and_empty_transfers_finish() {
     let mut net = Net::new();
     both_ways(&mut net, 0, 5 << 20, MINUTE);
