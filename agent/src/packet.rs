@@ -173,9 +173,8 @@ impl ServerStream {
                 slot.cut.cancel();
             }
             Effect::Data(slot, _, bytes) => {
-                if slot.traffic.is_small(bytes.len()) {
-                    self.inbound.small.fetch_add(1, Ordering::Relaxed);
-                }
+                self.inbound
+                    .count_message(bytes.len(), slot.traffic.is_small(bytes.len()));
                 let (bytes, weight) = slot.incoming.weighed(bytes);
                 if slot.incoming.push(Incoming::Data(bytes), weight) {
                     return Some(slot);

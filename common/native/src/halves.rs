@@ -200,16 +200,16 @@ impl NativeSink {
     }
 
     /// Ends the connection and reports `reason` to the peer. Bytes sent earlier still reach the peer if they
-    /// can be written within [`CLOSE_STALL`]: HTTP/2 discards the unwritten chunks of a reset stream, so a
+    /// can be written within [`CLOSE_STALL`]; otherwise the peer sees [`CloseReason::Stalled`]. HTTP/2 discards the unwritten chunks of a reset stream, so a
     /// task on `tasks` first waits for the writes.
     pub fn end(self, reason: CloseReason, tasks: &TaskTracker) {
         if self.queued.is_empty() {
             self.reset(reason);
         } else {
             tasks.spawn(async move {
-                // After [`CLOSE_STALL`] the unwritten rest is lost.
-                let _ = timeout(CLOSE_STALL, self.queued.all_written()).await;
-                self.reset(reason);
+                let written = timeout(CLOSE_STALL, self.queued.all_written()).await;
+                // The unwritten rest is lost, so the end must not look like an ordinary one.
+                self.reset(written.map_or(CloseReason::Stalled, |()| reason));
             });
         }
     }

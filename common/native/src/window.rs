@@ -215,6 +215,13 @@ impl Inbound {
         self.received.load(Ordering::Relaxed)
     }
 
+    /// Counts a message of a packet stream, with its bytes of data.
+    pub fn count_message(&self, bytes: usize, is_small: bool) {
+        self.received.fetch_add(bytes as u64, Ordering::Relaxed);
+        self.small
+            .fetch_add(usize::from(is_small), Ordering::Relaxed);
+    }
+
     /// Stops the clock of the pings: the link has no transport.
     pub(crate) fn link_broke(&self) {
         self.link_changes.fetch_add(1, Ordering::Relaxed);
@@ -274,12 +281,14 @@ impl Inbound {
         self.window.load(Ordering::Relaxed)
     }
 
-    /// Returns the number of bytes that arrived along the path. A packet stream is the only stream of its connection,
-    /// so all bytes count. All bytes count, too, if nothing is measured.
+    /// Returns the number of bytes that arrived along the path: only bytes of streams, because a stock server ends a
+    /// connection with `too_many_pings` if it has sent no DATA between pings. All bytes count if nothing is measured.
     fn arrived(&self) -> u64 {
         match self.profile {
-            WindowProfile::Packets | WindowProfile::Unmeasured(_) => self.heard(),
-            WindowProfile::Shared | WindowProfile::Fixed(_) => self.stream_bytes(),
+            WindowProfile::Unmeasured(_) => self.heard(),
+            WindowProfile::Packets | WindowProfile::Shared | WindowProfile::Fixed(_) => {
+                self.stream_bytes()
+            }
         }
     }
 
@@ -415,7 +424,7 @@ impl Tuner {
                     self.set_alarm(self.pings.timeout);
                 }
                 None if !is_measured && self.last.0.elapsed() < self.pings.idle => {
-                    self.set_alarm(self.pings.idle - self.last.0.elapsed());
+                    self.set_alarm(self.pings.idle.saturating_sub(self.last.0.elapsed()));
                 }
                 None => self.ask(received),
             }

@@ -216,10 +216,8 @@ impl AgentStream {
                 slot.resolve(Err(StreamDialError::Abandoned));
             }
             Effect::Data(slot, _, bytes) => {
-                if slot.is_small_traffic(bytes.len()) {
-                    let small = &self.carrier.inbound.small;
-                    small.fetch_add(1, Ordering::Relaxed);
-                }
+                let is_small = slot.is_small_traffic(bytes.len());
+                self.carrier.inbound.count_message(bytes.len(), is_small);
                 return slot.deliver(bytes).then_some(slot);
             }
             Effect::HalfClosed(slot) => slot.half_close(),

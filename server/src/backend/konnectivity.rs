@@ -65,7 +65,9 @@ impl Konnectivity {
                 Ok(connection) => return Ok(connection.with_load(load)),
                 Err(error) => error,
             };
-            if error == StreamDialError::NotSent && self.dial_timeout.is_some() {
+            // With another agent, the limit is shorter, and this one may only be slow.
+            let is_late = Instant::now() >= deadline;
+            if error == StreamDialError::NotSent && self.dial_timeout.is_some() && is_late {
                 stream.abandon();
             }
             let again = match error {

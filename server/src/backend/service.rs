@@ -204,6 +204,8 @@ async fn read(
     let _open = GaugeGuard::new(metrics.grpc_connections.get(ServiceMethod::Connect));
     let ended = loop {
         let next = tokio::select! {
+            // Polled first: a broken connection also retires the stream.
+            biased;
             next = inbound.message() => next,
             () = stream.retired() => break "given up".to_owned(),
         };

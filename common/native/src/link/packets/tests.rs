@@ -112,9 +112,11 @@ impl Stream {
             unread: None,
         };
         if reads {
+            let inbound = stream.inbound.clone();
             tokio::spawn(async move {
                 let _answer = answer;
                 while let Some(Ok(bytes)) = body.data().await {
+                    inbound.count_message(bytes.len(), false);
                     body.flow_control().release_capacity(bytes.len()).unwrap();
                 }
             });
@@ -332,4 +334,35 @@ async fn window_stays_while_pings_are_unanswered() {
     assert!(!run.is_finished());
     let ended = timeout(LIMIT, run).await.unwrap().unwrap();
     assert!(ended.unwrap_err().contains("silent"));
+}
+
+/// A stock server ends the connection after three pings with less than 30 s between them, unless it sends DATA in between
+/// (grpc-go, `keepalive.EnforcementPolicy`). An upload of the agent makes it send window updates only.
+#[tokio::test(start_paused = true)]
+async fn window_updates_cause_no_pings() {
+    const IDLE: Duration = Duration::from_secs(3600);
+    let (near, mut far) = duplex(1 << 22);
+    far.write_all(&[0, 0, 0, SETTINGS, 0, 0, 0, 0, 0])
+        .await
+        .unwrap();
+    let inbound = Arc::new(Inbound::new(WindowProfile::Packets));
+    inbound.admit();
+    let pings = Pings {
+        idle: IDLE,
+        ..PINGS
+    };
+    let opened = Opener::<_, Bytes>::for_packets(near, inbound, pings).await;
+    let (_requests, mut opener) = opened.unwrap();
+    let _run = tokio::spawn(async move { opener.run().await });
+    far.read_exact(&mut [0; 24]).await.unwrap();
+    let ping = next_frame(&mut far, PING).await;
+    let answer = [&[0, 0, 8, PING, 1, 0, 0, 0, 0], &ping[..]].concat();
+    far.write_all(&answer).await.unwrap();
+    let update = [0, 0, 4, 8, 0, 0, 0, 0, 0, 0, 0, 0, 1];
+    for _ in 0..60 {
+        far.write_all(&update.repeat(2000)).await.unwrap();
+        sleep(Duration::from_secs(1)).await;
+    }
+    let another = timeout(IDLE / 2, next_frame(&mut far, PING)).await;
+    assert!(another.is_err(), "{another:?}");
 }
