@@ -196,7 +196,7 @@ impl Door {
                 let _outage = ledger.outage(&NODE_PATHS, Scope::Dials);
                 ledger.event(format_args!("{NODE_NAME}: SIGTERM"));
                 self.node.begins_to_end()?;
-                // The node tunnel accepts clients nearly to the end of its drain, and cuts those of the last seconds.
+                // The node tunnel accepts clients nearly to the end of its drain, and then cuts the last ones.
                 sleep(NODE_DRAIN - Duration::from_secs(1)).await;
                 let _cut = ledger.outage(&NODE_PATHS, Scope::Everything);
                 self.node.ends().await?;

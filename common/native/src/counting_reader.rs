@@ -33,7 +33,7 @@ pub(crate) struct CountingReader<S> {
     ahead: BytesMut,
     /// Largest number of these bytes; 0 reads nothing ahead.
     limit: usize,
-    /// True if the last read waits, and no write has waited since. `h2` then reads by itself.
+    /// True if the last read waits, and no write has waited since. `h2` then reads what arrives.
     is_reading: bool,
 }
 

@@ -181,7 +181,7 @@ struct OperationsFlags {
     drain_timeout: GoDuration,
 
     /// Part of --drain-timeout in which new connections are still accepted: Services and load balancers send
-    /// clients until they know that this program is no longer ready
+    /// clients until they notice that this program is not ready
     #[arg(long, value_name = "DURATION", default_value = "5s")]
     drain_delay: GoDuration,
 
