@@ -13,7 +13,7 @@ use culvert_host::tls::reload::ClientTls;
 use culvert_konnectivity::message::PacketType;
 use culvert_konnectivity::metrics::Segment;
 use culvert_native::dial as message;
-use culvert_native::hello::{self, Answer};
+use culvert_native::hello::{self, Answer, HelloError, NO_SESSION};
 use culvert_native::quic::endpoint::{client, client_config, rebind};
 use culvert_native::quic::halves::{QuicSink, QuicSource};
 use culvert_native::quic::link::{Link, answer, read_dial};
@@ -260,9 +260,16 @@ impl Probe {
         headers.insert(SESSION_HEADER, self.session.clone());
         let (mut send, mut receive) = connection.open_bi().await.map_err(text)?;
         let mut both = tokio::io::join(&mut receive, &mut send);
-        let answer = match hello::introduce(&mut both, &headers).await.map_err(text)? {
-            Answer::Accepted(answer) => MetadataMap::from_headers(answer),
-            Answer::Connected(_) => return Err("the server refused the link".to_owned().into()),
+        let answer = match hello::introduce(&mut both, &headers).await {
+            Ok(Answer::Accepted(answer)) => MetadataMap::from_headers(answer),
+            Ok(Answer::Connected(_)) => {
+                return Err("the server refused the link".to_owned().into());
+            }
+            // Only the server that TCP reaches has the session.
+            Err(HelloError::Refused(why)) if why.starts_with(NO_SESSION) => {
+                return Err(NoLink::OtherServer(why));
+            }
+            Err(error) => return Err(text(error).into()),
         };
         let (server_id, _) = server_of(&answer)?;
         if server_id != self.server_id {

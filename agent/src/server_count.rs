@@ -93,12 +93,14 @@ impl ServerCount {
 
     fn change(&self, change: impl FnOnce(&mut Known)) {
         let mut known = self.known.lock();
-        let from = self.of(&known);
+        let (from, had_leases) = (self.of(&known), known.has_leases);
         change(&mut known);
         let to = self.of(&known);
         if from != to {
             info!(from, to, "the number of servers changed");
             self.gauge.set(to as f64);
+        }
+        if from != to || had_leases != known.has_leases {
             self.changes.notify_one();
         }
     }
@@ -166,12 +168,16 @@ mod tests {
         let is_changed = || count.changed().now_or_never().is_some();
         assert!(!is_changed());
         count.announced(1);
-        count.leases(1);
         assert!(!is_changed());
+        // The number includes leases from now on.
+        count.leases(1);
+        assert!(is_changed());
         count.announced(4);
         assert!(is_changed() && !is_changed());
         // The larger number stays the same.
         count.leases(3);
         assert!(!is_changed());
+        count.leases(0);
+        assert!(is_changed() && !is_changed());
     }
 }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
 
-use bytes::BytesMut;
+use bytes::{BufMut as _, BytesMut};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio_util::io::poll_read_buf;
 
@@ -72,7 +72,11 @@ impl<S: AsyncRead + Unpin> CountingReader<S> {
         let before = self.ahead.len();
         while self.ahead.len() < self.limit {
             self.ahead.reserve(READ_BYTES);
-            match poll_read_buf(Pin::new(&mut self.inner), cx, &mut self.ahead) {
+            match poll_read_buf(
+                Pin::new(&mut self.inner),
+                cx,
+                &mut (&mut self.ahead).limit(READ_BYTES),
+            ) {
                 Poll::Ready(Ok(1..)) => {}
                 // The next read reports an end again. After an error, the write that waits fails too.
                 _ => break,

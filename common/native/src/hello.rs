@@ -58,6 +58,9 @@ pub enum HelloError {
     Refused(String),
 }
 
+/// Beginning of a server's refusal of a QUIC link whose session began at another server.
+pub const NO_SESSION: &str = "the agent has no such session";
+
 /// Lists connected servers in an agent's introduction, as many as fit.
 pub fn add_connected(headers: &mut HeaderMap, server_ids: &[String]) {
     let mut bytes = 0;

@@ -139,6 +139,8 @@ pub struct Tuner {
     /// Time of the last measurement, and the received bytes at that time. If nothing is measured, the last time at which
     /// bytes had arrived.
     last: (Instant, u64),
+    /// Value of [`Inbound::heard`] at the last measurement.
+    last_heard: u64,
     /// Time of the last frame on a small stream, and the number of such frames so far.
     small: (Option<Instant>, usize),
     alarm: Pin<Box<Sleep>>,
@@ -319,6 +321,7 @@ impl Tuner {
             asked: None,
             link_changes: 0,
             last: (Instant::now(), 0),
+            last_heard: 0,
             small: (None, 0),
             alarm: Box::pin(sleep(first_ping)),
         }
@@ -388,6 +391,7 @@ impl Tuner {
                 let is_void = asked.is_void;
                 self.asked = None;
                 self.last = (Instant::now(), received);
+                self.last_heard = self.inbound.heard();
                 let small = self.small.0.filter(|at| at.elapsed() < SMALL_LINGER);
                 self.estimate.beside = small.is_some();
                 // The connection reports the same error and ends.
@@ -406,8 +410,10 @@ impl Tuner {
                 });
             }
         } else if self.inbound.probe.swap(false, Ordering::Relaxed)
+            // Bytes that were read late count only while others arrive: the peer has sent nothing since.
             || (is_measured
                 && received - self.last.1 >= SAMPLE_BYTES
+                && self.inbound.heard() - self.last_heard >= SAMPLE_BYTES
                 && self.last.0.elapsed() >= SAMPLE_PAUSE)
         {
             self.ask(received);

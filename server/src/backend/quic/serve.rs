@@ -6,7 +6,7 @@ use std::time::Duration;
 use culvert_host::net::admission::Candidate;
 use culvert_host::net::loss::{Loss, LossMeter, Packets};
 use culvert_host::telemetry::metrics::GaugeGuard;
-use culvert_native::hello::{self, HelloError};
+use culvert_native::hello::{self, HelloError, NO_SESSION};
 use culvert_native::quic::TRIAL_BYTES;
 use culvert_native::quic::endpoint::{ServerEndpoint, open_window};
 use culvert_native::quic::link::Link;
@@ -51,7 +51,7 @@ enum LinkRefusal {
     #[error(transparent)]
     Agent(#[from] AgentRefusal),
     /// The session does not exist, or another agent began it.
-    #[error("the agent has no such session; it connects over TCP first")]
+    #[error("{NO_SESSION}; it connects over TCP first")]
     Session,
     /// The agent has too many QUIC connections.
     #[error("the agent has too many QUIC connections; it waits for the end of earlier ones")]

@@ -212,7 +212,10 @@ fn deployment(target: &Target<'_>) -> Value {
     volumes.extend(credentials());
     let labels = json!({"app": "openvpn-server"});
     // The policies of KKP select this label too.
-    let id = target.namespace.trim_start_matches("cluster-");
+    let id = target
+        .namespace
+        .strip_prefix("cluster-")
+        .unwrap_or(&target.namespace);
     let pod_labels = json!({"app": "openvpn-server", "cluster": id});
     json!({
         "apiVersion": "apps/v1",

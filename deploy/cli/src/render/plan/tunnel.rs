@@ -18,18 +18,22 @@ pub(super) fn apply(file: &str, values: &str, parts: &[&str], kubectl: &str) -> 
     )
 }
 
+/// Policy of KKP that denies all egress of kube-apiserver. Without it, a policy that permits some egress would deny the rest.
+const DENIES_ALL: &str = "default-deny-all-egress";
+
 /// Returns the commands that permit the traffic of a tunnel; none if the cluster has no policies.
 fn permit(target: &Target<'_>, file: &str, values: &str) -> Vec<String> {
     let mut commands = Vec::new();
-    for (has_policy, place, kubectl) in [
-        (target.has_seed_policy(), "seed", SEED),
-        (target.has_user_policy(), "user", USER),
-    ] {
-        if has_policy {
-            commands.push(format!(
-                "{kubectl} apply -f rendered/{place}-network-policies.yaml"
-            ));
-        }
+    if target.has_seed_policy() {
+        commands.push(format!(
+            "if {SEED} -n {} get networkpolicy {DENIES_ALL}; then {SEED} apply -f rendered/seed-network-policies.yaml; fi",
+            target.namespace
+        ));
+    }
+    if target.has_user_policy() {
+        commands.push(format!(
+            "{USER} apply -f rendered/user-network-policies.yaml"
+        ));
     }
     if !commands.is_empty() {
         let render =
@@ -37,6 +41,14 @@ fn permit(target: &Target<'_>, file: &str, values: &str) -> Vec<String> {
         commands.insert(0, render);
     }
     commands
+}
+
+/// Returns the commands that undo [`permit`].
+fn forbid(target: &Target<'_>, seed: &str, user: &str) -> String {
+    let namespace = &target.namespace;
+    format!(
+        "{SEED} -n {namespace} delete networkpolicy {seed} --ignore-not-found; {USER} -n kube-system delete networkpolicy {user} --ignore-not-found"
+    )
 }
 
 /// Returns commands that patch the Deployment of kube-apiserver and wait for its pods.
@@ -152,7 +164,10 @@ pub(super) fn to_konnectivity(target: &Target<'_>, file: &str) -> Vec<Step> {
             ]
             .concat(),
             "",
-            remove_agents.clone(),
+            format!(
+                "{remove_agents}; {}",
+                forbid(target, "apiserver-internal-allow", "konnectivity")
+            ),
         ),
         Step::new(
             "Switch new connections to the agents. Open connections stay until kube-apiserver restarts, at most 5 minutes.",
@@ -245,7 +260,10 @@ pub(super) fn to_openvpn(target: &Target<'_>, file: &str) -> Vec<Step> {
             ]
             .concat(),
             "",
-            format!("{USER} -n kube-system delete deployment openvpn-client"),
+            format!(
+                "{USER} -n kube-system delete deployment openvpn-client; {}",
+                forbid(target, "openvpn-server-allow", "openvpn-client")
+            ),
         ),
         Step::new(
             "Let kube-apiserver use the OpenVPN server.",
