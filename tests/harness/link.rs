@@ -28,7 +28,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep};
 use tun_rs::{DeviceBuilder, SyncDevice};
 
 use self::nat::{Nat, is_udp};
@@ -106,11 +106,36 @@ pub fn is_possible() -> bool {
     found
 }
 
-/// Returns the numbers of unsent bytes of the connections along the link, and the sum of their packets in flight.
+/// Conditions under which bulk fills every queue: 4 MB/s and a round trip of 40 ms, with a queue of half a second.
+pub fn slow_path() -> Conditions {
+    Conditions {
+        delay: Duration::from_millis(20),
+        rate: Some(4e6),
+        queue: Duration::from_millis(500),
+        ..Conditions::default()
+    }
+}
+
+/// Looks at both ends of the only connection along the link for three seconds, while bulk moves. Returns the largest
+/// number of unsent bytes.
 ///
 /// # Panics
-/// If `ss` (iproute2) is not installed.
-pub fn unsent_bytes() -> (Vec<u64>, u64) {
+/// If the link has no connection or several, or is idle most of the time, or if `ss` (iproute2) is not installed.
+pub async fn most_unsent_bytes() -> u64 {
+    let (mut most, mut busy) = (0, 0);
+    for _ in 0..30 {
+        sleep(Duration::from_millis(100)).await;
+        let (unsent, in_flight) = unsent_bytes();
+        assert_eq!(unsent.len(), 2, "the ends of one connection");
+        most = most.max(unsent.into_iter().max().unwrap_or_default());
+        busy += u64::from(in_flight > 100);
+    }
+    assert!(busy > 10, "busy at {busy} of 30 looks");
+    most
+}
+
+/// Returns the numbers of unsent bytes of the connections along the link, and the sum of their packets in flight.
+fn unsent_bytes() -> (Vec<u64>, u64) {
     let shown = Command::new("ss")
         .args(["-tinH", "state", "established"])
         .output();

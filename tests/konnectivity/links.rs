@@ -7,7 +7,7 @@ use culvert_kit::check;
 use culvert_kit::client::BoxedStream;
 use culvert_kit::pki::CLUSTER_NAME;
 use culvert_kit::services::Services;
-use culvert_tests::link::{self, Conditions, FAR, Link, unsent_bytes};
+use culvert_tests::link::{self, Conditions, FAR, Link, most_unsent_bytes, slow_path};
 use culvert_tests::namespace::{alone, hosts};
 use culvert_tests::{Mode, Topology, Transport};
 use socket2::{Domain, SockRef, Socket, Type};
@@ -73,19 +73,25 @@ fn bytes_arrive_over_a_link_that_loses_packets_with_connect() {
     }
 }
 
+/// Starts a link with a round trip of 10 ms, and a listener. Returns the port, too.
+async fn far_listener() -> (Link, TcpListener, u16) {
+    let conditions = Conditions {
+        delay: Duration::from_millis(5),
+        ..Conditions::default()
+    };
+    let link = Link::start(conditions, 1).unwrap();
+    let listener = TcpListener::bind("0.0.0.0:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    (link, listener, port)
+}
+
 #[test]
 fn handshake_along_a_long_path_limits_unsent_bytes_at_both_ends() {
     if !link::is_possible() {
         return;
     }
     alone(async || {
-        let conditions = Conditions {
-            delay: Duration::from_millis(5),
-            ..Conditions::default()
-        };
-        let _link = Link::start(conditions, 1).unwrap();
-        let listener = TcpListener::bind("0.0.0.0:0").await.unwrap();
-        let port = listener.local_addr().unwrap().port();
+        let (_link, listener, port) = far_listener().await;
         for (host, is_limited) in [("127.0.0.1", false), (FAR, true)] {
             let dialed = TcpStream::connect((host, port)).await.unwrap();
             let (accepted, _) = listener.accept().await.unwrap();
@@ -116,13 +122,7 @@ fn link_along_a_long_path_gets_a_larger_send_buffer_with_bbr_only() {
         return;
     }
     alone(async || {
-        let conditions = Conditions {
-            delay: Duration::from_millis(5),
-            ..Conditions::default()
-        };
-        let _link = Link::start(conditions, 1).unwrap();
-        let listener = TcpListener::bind("0.0.0.0:0").await.unwrap();
-        let port = listener.local_addr().unwrap().port();
+        let (_link, _listener, port) = far_listener().await;
         for (host, is_long) in [("127.0.0.1", false), (FAR, true)] {
             for (control, is_bbr) in [("reno", false), ("bbr", true)] {
                 let stream = TcpStream::connect((host, port)).await.unwrap();
@@ -147,13 +147,7 @@ fn bulk_beyond_a_long_path_does_not_wait_in_the_kernel() {
         return;
     }
     alone(async || {
-        let conditions = Conditions {
-            delay: Duration::from_millis(20),
-            rate: Some(4e6),
-            queue: Duration::from_millis(500),
-            ..Conditions::default()
-        };
-        let _link = Link::start(conditions, 1).unwrap();
+        let _link = Link::start(slow_path(), 1).unwrap();
         let services = Services::start().await.unwrap();
         let topology = start(Mode::HttpConnect).await;
         let mut bulk = JoinSet::new();
@@ -161,15 +155,7 @@ fn bulk_beyond_a_long_path_does_not_wait_in_the_kernel() {
             bulk.spawn(check::download(open(&topology, &services).await, 64 * MIB));
             bulk.spawn(check::upload(open(&topology, &services).await, 64 * MIB));
         }
-        let (mut most, mut busy) = (0, 0);
-        for _ in 0..30 {
-            sleep(Duration::from_millis(100)).await;
-            let (unsent, in_flight) = unsent_bytes();
-            assert_eq!(unsent.len(), 2, "the ends of one connection");
-            most = most.max(unsent.into_iter().max().unwrap_or_default());
-            busy += u64::from(in_flight > 100);
-        }
-        assert!(busy > 10, "busy at {busy} of 30 looks");
+        let most = most_unsent_bytes().await;
         assert!(most > 0 && most < 384 * 1024, "{most} unsent bytes");
     });
 }
