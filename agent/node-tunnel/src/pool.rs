@@ -2,9 +2,9 @@
 //!
 //! A single task ([`ConnectionPool::run`]) makes the dials, one at a time, so that all waiting clients share
 //! a dial and learn of a failed dial at once. A client also waits for a second dial, unless the dial before its
-//! request failed. The pool keeps one connection open even without clients, and opens more connections, up to the limit, while each
-//! open connection carries a stream. A connection gets no new streams and is replaced if it broke, received
-//! GOAWAY, does not answer a PING, or is suspect: a request and a probe had no answer.
+//! request failed. The pool keeps one connection open even without clients, and opens more connections, up to the
+//! limit, while each open connection carries a stream. A connection gets no new streams and is replaced if it
+//! broke, received GOAWAY, does not answer a PING, or is suspect: a request and a probe had no answer.
 
 use std::pin::pin;
 use std::sync::Arc;

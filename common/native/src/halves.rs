@@ -200,8 +200,8 @@ impl NativeSink {
     }
 
     /// Ends the connection and reports `reason` to the peer. Bytes sent earlier still reach the peer if they
-    /// can be written within [`CLOSE_STALL`]; otherwise the peer sees [`CloseReason::Stalled`]. HTTP/2 discards the unwritten chunks of a reset stream, so a
-    /// task on `tasks` first waits for the writes.
+    /// can be written within [`CLOSE_STALL`]; otherwise the peer sees [`CloseReason::Stalled`]. HTTP/2 discards
+    /// the unwritten chunks of a reset stream, so a task on `tasks` first waits for the writes.
     pub fn end(self, reason: CloseReason, tasks: &TaskTracker) {
         if self.queued.is_empty() {
             self.reset(reason);

@@ -17,7 +17,7 @@ use culvert_host::tls::reload::{ServerFiles, ServerTls};
 use culvert_host::tls::{TlsError, TlsOptions};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{info, warn};
@@ -260,26 +260,23 @@ impl Bound {
         shutdown.cancelled().await;
         front.metrics.draining.store(true, Ordering::Relaxed);
         info!(open = front.tasks.len(), "draining");
+        let cut_at = Instant::now() + self.config.drain_timeout;
+        sleep(self.config.drain_delay.min(self.config.drain_timeout)).await;
+        closing.cancel();
+        accepting.close();
+        front.tasks.close();
         let drained = async {
-            sleep(self.config.drain_delay).await;
-            closing.cancel();
-            accepting.close();
-            front.tasks.close();
             // A connection accepted shortly before is drained as well.
             accepting.wait().await;
             front.tasks.wait().await;
         };
-        let is_over = timeout(self.config.drain_timeout, drained).await.is_ok();
+        let is_over = timeout_at(cut_at, drained).await.is_ok();
         if !is_over && !front.tasks.is_empty() {
             warn!(
                 open = front.tasks.len(),
                 "cutting the remaining connections"
             );
         }
-        // With a drain timeout shorter than the drain delay, the listeners are still open.
-        closing.cancel();
-        accepting.close();
-        front.tasks.close();
         front.cut.cancel();
         front.tasks.wait().await;
         accepting.wait().await;
