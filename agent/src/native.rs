@@ -5,7 +5,7 @@ use std::pin::{Pin, pin};
 use std::sync::Arc;
 
 use bytes::Bytes;
-use culvert_host::net::listen::reset_on_close;
+use culvert_host::net::listen::reset;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_konnectivity::message::PacketType;
 use culvert_konnectivity::metrics::Segment;
@@ -231,7 +231,7 @@ pub(crate) async fn carry<S: Source, K: Sink>(
     end(server_sink, reason);
     drop(server_source);
     if !ended.is_complete() {
-        reset_on_close(source.get_ref().as_ref());
+        reset(source.into_inner(), sink.into_inner());
     } else if reason == CloseReason::ClientClosed {
         linger_close(source.into_inner(), sink.into_inner()).await;
     }

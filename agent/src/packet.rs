@@ -169,6 +169,8 @@ impl ServerStream {
                 self.agent.tasks.spawn(endpoint.run());
             }
             Effect::Cancelled(slot) => {
+                // The dial may have succeeded just now.
+                slot.incoming.end(Incoming::Closed);
                 slot.closing.cancel();
                 slot.cut.cancel();
             }

@@ -7,6 +7,7 @@ use culvert_tests::metrics::Metrics;
 use culvert_tests::{Mode, Signal, Topology, Transport, black_hole, eventually};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
+use crate::endpoints::Endpoint;
 use crate::searching::Lone;
 use crate::support::*;
 
@@ -72,6 +73,22 @@ async fn lost_agent_is_no_ordinary_end_for_a_tls_client() {
     let error = timely("the client's end", rest).await.unwrap_err();
     let kinds = [ErrorKind::UnexpectedEof, ErrorKind::ConnectionReset];
     assert!(kinds.contains(&error.kind()), "{error}");
+}
+
+#[tokio::test]
+async fn upload_that_ends_with_its_server_is_reset() {
+    let endpoint = Endpoint::start().await;
+    let mut topology = Topology::simple(Mode::HttpConnect, Transport::Uds).await;
+    let mut stream = open(&topology, &endpoint.addr().to_string()).await;
+    let mut far = endpoint.accept().await;
+    stream.write_all(b"a part").await.unwrap();
+    stream.flush().await.unwrap();
+    timely("the part", far.read_exact(&mut [0; 6]))
+        .await
+        .unwrap();
+    topology.kill_server(0);
+    let ended = timely("the end", far.read(&mut [0; 1])).await;
+    assert_eq!(ended.unwrap_err().kind(), ErrorKind::ConnectionReset);
 }
 
 #[tokio::test]

@@ -1,8 +1,10 @@
 //! Packets of scripted servers, and the agent's reaction to each.
 
+use std::io::ErrorKind;
+
 use culvert_konnectivity::message::{ConnectId, DialId, Message};
-use culvert_tests::eventually;
 use culvert_tests::metrics::{http_get, scrape};
+use culvert_tests::{Signal, eventually};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
 use crate::endpoints::{Endpoint, reset};
@@ -12,12 +14,14 @@ use crate::support::*;
 
 /// Starts a scripted server and an agent, and waits for the agent's call.
 async fn connected() -> (Lone, Server, Call) {
+    connected_with(&[]).await
+}
+
+async fn connected_with(args: &[&str]) -> (Lone, Server, Call) {
     let mut lone = Lone::new();
     let mut server = Server::start(&lone.pki.cluster, &["a"], "1").await;
-    lone.start(
-        &[&format!("--proxy-server-port={}", server.addr.port())],
-        &[],
-    );
+    let port = format!("--proxy-server-port={}", server.addr.port());
+    lone.start(&[&[port.as_str()], args].concat(), &[]);
     let call = server.call().await;
     (lone, server, call)
 }
@@ -161,7 +165,8 @@ async fn connection_ids_start_at_1_and_failed_dials_use_one_each() {
     // The end of the call ends the endpoint connections.
     let mut far = endpoint.accept().await;
     drop(call);
-    assert!(far.read_to_end(&mut Vec::new()).await.is_ok_and(|n| n == 0));
+    let ended = timely("the end", far.read(&mut [0; 1])).await;
+    assert_eq!(ended.unwrap_err().kind(), ErrorKind::ConnectionReset);
     lone.shows("open_endpoint_connections", 0.0).await;
 }
 
@@ -215,6 +220,67 @@ async fn stock_server_gets_a_close_for_every_ended_connection() {
         close_response(3, "unrecognized connectID")
     );
     lone.shows("open_endpoint_connections", 0.0).await;
+}
+
+#[tokio::test]
+async fn bytes_before_a_close_arrive_although_the_stream_ends() {
+    let endpoint = Endpoint::start().await;
+    let target = endpoint.addr().to_string();
+    let (_lone, mut server, mut call) = connected().await;
+    assert_eq!(dialed(&mut call, 1, "tcp", &target).await.0, 1);
+    let mut far = endpoint.accept().await;
+    // More than the kernel takes while the endpoint does not read.
+    let bytes = vec![3; 5 * 1024 * 1024];
+    for piece in bytes.chunks(64 * 1024) {
+        call.say(data(1, piece)).await;
+    }
+    call.say(close_request(1)).await;
+    drop(call);
+    // The agent has seen the end of the stream.
+    server.call().await;
+    let mut received = Vec::new();
+    let ended = timely("the last bytes", far.read_to_end(&mut received)).await;
+    assert!(
+        ended.is_ok() && received == bytes,
+        "{ended:?} after {} bytes",
+        received.len()
+    );
+}
+
+#[tokio::test]
+async fn agent_stops_although_an_endpoint_does_not_read_the_last_bytes() {
+    let endpoint = Endpoint::start().await;
+    let target = endpoint.addr().to_string();
+    let (mut lone, mut server, mut call) = connected_with(&["--drain-timeout=1s"]).await;
+    assert_eq!(dialed(&mut call, 1, "tcp", &target).await.0, 1);
+    let mut far = endpoint.accept().await;
+    for piece in vec![3; 5 * 1024 * 1024].chunks(64 * 1024) {
+        call.say(data(1, piece)).await;
+    }
+    call.say(close_request(1)).await;
+    drop(call);
+    server.call().await;
+    lone.program().signal(Signal::TERM);
+    eventually("the end of the agent", LIMIT, async || {
+        lone.program().exited().is_some()
+    })
+    .await;
+    let ended = timely("the end", far.read_to_end(&mut Vec::new())).await;
+    assert_eq!(ended.unwrap_err().kind(), ErrorKind::ConnectionReset);
+}
+
+#[tokio::test]
+async fn upload_that_ends_with_its_stream_is_reset() {
+    let endpoint = Endpoint::start().await;
+    let target = endpoint.addr().to_string();
+    let (_lone, _server, mut call) = connected().await;
+    assert_eq!(dialed(&mut call, 1, "tcp", &target).await.0, 1);
+    let mut far = endpoint.accept().await;
+    call.say(data(1, b"a part")).await;
+    far.read_exact(&mut [0; 6]).await.unwrap();
+    drop(call);
+    let ended = timely("the end", far.read(&mut [0; 1])).await;
+    assert_eq!(ended.unwrap_err().kind(), ErrorKind::ConnectionReset);
 }
 
 #[tokio::test]

@@ -6,7 +6,7 @@ use std::pin::pin;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use culvert_host::net::listen::reset_on_close;
+use culvert_host::net::listen::reset;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_openvpn::flows::{Closed, Refusal, Unreachable};
 use culvert_openvpn_io::stream::{Broken, Incoming, Stream};
@@ -123,7 +123,7 @@ async fn carry(
     // Dropping the halves resets the flow unless both directions had ended.
     drop((tunnel_source, tunnel_sink));
     if !ended.is_complete() {
-        reset_on_close(source.get_ref().as_ref());
+        reset(source.into_inner(), sink.into_inner());
     } else if ended.reason == CloseReason::Finished {
         linger_close(source.into_inner(), sink.into_inner()).await;
     }

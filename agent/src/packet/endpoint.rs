@@ -7,7 +7,7 @@ use std::pin::pin;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use culvert_host::net::listen::reset_on_close;
+use culvert_host::net::listen::reset;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_konnectivity::agent_mux::closed;
 use culvert_konnectivity::inbox;
@@ -48,7 +48,7 @@ pub(super) struct Endpoint {
     pub incoming: inbox::Receiver<Incoming>,
     /// Fires once the client is gone and its last bytes are queued.
     pub closing: CancellationToken,
-    /// Ends the connection at once and drops queued bytes.
+    /// Ends the dial.
     pub cut: CancellationToken,
 }
 
@@ -141,16 +141,19 @@ impl Endpoint {
         };
         let mut source = ReadSource::new(read, Bytes::new(), CloseReason::EndpointLost);
         let mut sink = WriteSink::new(write, CloseReason::EndpointLost);
+        let server_gone = async {
+            stream.ended.cancelled().await;
+            if self.closing.is_cancelled() {
+                // All bytes of the client are already queued, and its close behind them.
+                stream.agent.shutdown.cancelled().await;
+            }
+            stream.agent.server_lost(&stream.ended).await
+        };
         let cut = pin!(async {
             tokio::select! {
                 reason = watch.overdue(stream.agent.limits.stall) => reason,
                 () = client_gone => CloseReason::Stalled,
-                // `closing` is set if the server cancelled the dial just as the dial succeeded. Otherwise
-                // the stream ended.
-                () = self.cut.cancelled() => match self.closing.is_cancelled() {
-                    true => CloseReason::ClientClosed,
-                    false => stream.agent.server_lost(&self.cut).await,
-                },
+                reason = server_gone => reason,
             }
         });
         let ended = run_connection(
@@ -195,7 +198,7 @@ impl Endpoint {
                 CloseReason::EndpointClosed => server_source.flush(&mut sink).await,
                 CloseReason::ClientClosed => {}
                 _ if ended.is_complete() => return,
-                _ => return reset_on_close(source.get_ref().as_ref()),
+                _ => return reset(source.into_inner(), sink.into_inner()),
             }
             let mut write = sink.into_inner();
             if write.shutdown().await.is_ok() {

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use rustix::process::{Resource, getrlimit};
 use socket2::{Domain, SockAddr, Socket, Type};
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, warn};
@@ -320,11 +321,31 @@ pub fn reset_on_close(socket: &impl AsFd) {
     let _ = socket2::SockRef::from(socket).set_linger(Some(Duration::ZERO));
 }
 
+/// Closes a TCP connection with a reset, as [`reset_on_close`] describes. A dropped write half would first end its
+/// direction in the ordinary way, and the peer would see only this end.
+pub fn reset(read: OwnedReadHalf, write: OwnedWriteHalf) {
+    reset_on_close(read.as_ref());
+    write.forget();
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
 
+    use tokio::io::AsyncReadExt as _;
+
     use super::*;
+
+    #[tokio::test]
+    async fn peer_of_a_reset_connection_sees_an_error() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (near, far) = tokio::join!(TcpStream::connect(address), listener.accept());
+        let (read, write) = near.unwrap().into_split();
+        reset(read, write);
+        let ended = far.unwrap().0.read(&mut [0; 1]).await.unwrap_err();
+        assert_eq!(ended.kind(), io::ErrorKind::ConnectionReset);
+    }
 
     #[tokio::test]
     async fn a_stale_socket_file_is_replaced_only_on_request() {
