@@ -8,8 +8,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::sync::{Semaphore, mpsc};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout_at};
 
 /// Creates a queue for up to `budget` bytes of items with a weight. A single item heavier than `budget` is
 /// accepted when the queue has no other weight.
@@ -21,6 +22,7 @@ pub fn bounded<T>(budget: usize) -> (Sender<T>, Receiver<T>) {
         answers: Semaphore::new(ANSWER_BYTES),
         budget,
         taken: AtomicU64::new(0),
+        blocked: Mutex::new(None),
     });
     (
         Sender {
@@ -68,6 +70,8 @@ struct Shared {
     budget: u32,
     /// Number of items that the receiver has read; distinguishes a slow receiver from a stalled receiver.
     taken: AtomicU64,
+    /// Time at which a sender first found no room, and the number of items read until then.
+    blocked: Mutex<Option<(Instant, u64)>>,
 }
 
 /// The producing end of a queue; clones share one budget.
@@ -102,17 +106,22 @@ impl<T> Sender<T> {
     }
 
     /// Queues an item as [`send`](Self::send) does, but gives up if the receiver reads nothing at all for
-    /// `stall`. Waits for a slow receiver.
+    /// `stall`. Waits for a slow receiver. The time counts from the first sender that found no room, so that many
+    /// senders with less patience than `stall` also find out.
     pub async fn send_within(
         &self,
         item: T,
         weight: usize,
         stall: Duration,
     ) -> Result<(), SendWithinError> {
+        let item = match self.try_send(item, weight) {
+            Ok(()) => return Ok(()),
+            Err(item) => item,
+        };
         let weight = self.clamp(weight);
         loop {
-            let taken = self.shared.taken.load(Ordering::Relaxed);
-            match timeout(stall, self.shared.room.acquire_many(weight)).await {
+            let (since, taken) = self.shared.blocked_since();
+            match timeout_at(since + stall, self.shared.room.acquire_many(weight)).await {
                 Ok(Ok(permit)) => {
                     permit.forget();
                     let sent = self.items.send((item, Charge::Room(weight)));
@@ -171,6 +180,19 @@ impl<T> Sender<T> {
     }
 }
 
+impl Shared {
+    /// Returns since when senders have found no room and the receiver has read nothing, and the number of items
+    /// read.
+    fn blocked_since(&self) -> (Instant, u64) {
+        let mut blocked = self.blocked.lock();
+        let taken = self.taken.load(Ordering::Relaxed);
+        match *blocked {
+            Some(known) if known.1 == taken => known,
+            _ => *blocked.insert((Instant::now(), taken)),
+        }
+    }
+}
+
 impl<T> Receiver<T> {
     /// Returns the next item, or `None` once all senders are gone and the queue is empty. Cancel safe.
     pub async fn recv(&mut self) -> Option<T> {
@@ -211,6 +233,8 @@ impl<T> Drop for Receiver<T> {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+
+    use tokio::time::timeout;
 
     use super::*;
 
@@ -272,6 +296,20 @@ mod tests {
             tx.send_within(4, 1, STALL).await,
             Err(SendWithinError::Stalled)
         );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn senders_that_give_up_early_find_out_together_that_the_receiver_stalls() {
+        let (tx, mut rx) = bounded(10);
+        tx.send(1, 10).await.unwrap();
+        let patience = STALL * 2 / 3;
+        let impatient = || timeout(patience, tx.send_within(2, 1, STALL));
+        assert!(impatient().await.is_err());
+        assert_eq!(impatient().await, Ok(Err(SendWithinError::Stalled)));
+        // The receiver reads, and stalls again.
+        assert_eq!(rx.recv().await, Some(1));
+        tx.send(3, 10).await.unwrap();
+        assert!(impatient().await.is_err());
     }
 
     #[tokio::test]

@@ -13,11 +13,11 @@ use std::time::Duration;
 use culvert_konnectivity::excess::OverflowBudget;
 use culvert_konnectivity::identifiers::Identifiers;
 use culvert_konnectivity::message::{ConnectId, Message};
-use culvert_konnectivity::queue;
+use culvert_konnectivity::queue::{self, SendWithinError};
 use culvert_konnectivity::server_mux::{Effect, Mux};
 use culvert_native::window::Inbound;
 use culvert_stream::suspicion::Suspicion;
-use culvert_stream::{CloseReason, Dial};
+use culvert_stream::{CloseReason, Dial, PEER_STALL};
 use parking_lot::Mutex;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
@@ -177,10 +177,15 @@ impl AgentStream {
             dial: pending.dial,
         };
         let weight = request.weight();
-        timeout_at(deadline, self.outgoing.send(request, weight))
-            .await
-            .map_err(|_| StreamDialError::NotSent)?
-            .map_err(|_| StreamDialError::AgentLost)?;
+        let sent = self.outgoing.send_within(request, weight, PEER_STALL);
+        let sent = timeout_at(deadline, sent).await;
+        sent.map_err(|_| StreamDialError::NotSent)?
+            .map_err(|error| {
+                if error == SendWithinError::Stalled {
+                    self.abandon();
+                }
+                StreamDialError::AgentLost
+            })?;
         pending.sent = true;
         let guard = timeout_at(deadline, outcome)
             .await

@@ -4,7 +4,7 @@ use bytes::Bytes;
 use culvert_konnectivity::identifiers::Identifiers;
 use culvert_konnectivity::inbox::PACE;
 use culvert_konnectivity::message::{AGENT_DATA_BYTES, ConnectId, DialId, STOCK_DATA_BYTES};
-use culvert_stream::{PEER_STALL, Sink, Source};
+use culvert_stream::{Sink, Source};
 use metrics::Gauge;
 use tokio::time::timeout;
 
@@ -169,12 +169,31 @@ async fn packets_to_an_agent_are_no_larger_than_those_of_the_stock_server() {
 async fn agent_that_accepts_no_packets_loses_its_stream() {
     let mut agent = Agent::connected();
     let mut connection = agent.open(1).await;
+    let started = Instant::now();
     fill(&mut connection.1).await;
     assert!(!agent.cut.is_cancelled());
-    let started = Instant::now();
     let sent = connection.1.send(CHUNK).await;
     assert_eq!(sent, Err(CloseReason::Stalled));
     assert_eq!(started.elapsed(), PEER_STALL);
     assert!(agent.cut.is_cancelled());
     agent.stream.retired().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn agent_that_accepts_no_packets_loses_its_stream_although_every_dial_gives_up_earlier() {
+    let mut agent = Agent::connected();
+    let mut connection = agent.open(1).await;
+    fill(&mut connection.1).await;
+    drop(connection);
+    let dial = Dial {
+        protocol: "tcp".into(),
+        // Longer than the rest of the room.
+        address: "a".repeat(AGENT_DATA_BYTES),
+    };
+    let patience = PEER_STALL / 3;
+    for expected in [StreamDialError::NotSent, StreamDialError::AgentLost] {
+        let dialed = agent.stream.dial(&dial, Instant::now() + patience).await;
+        assert_eq!(dialed.err(), Some(expected));
+    }
+    assert!(agent.cut.is_cancelled());
 }
