@@ -1,11 +1,13 @@
 //! Datagrams from the tunnel. Each pair of addresses has its own socket, which is closed when idle. Control
 //! planes query the cluster's DNS over UDP.
 //!
-//! This module owns the pairs of one session. Datagrams above a limit are dropped, as usual for UDP.
+//! This module owns the pairs of one session. A new pair beyond the limit displaces the pair that has been idle for
+//! the longest time. Datagrams for a full socket are dropped, as usual for UDP.
 
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
@@ -42,7 +44,29 @@ pub(super) struct Datagrams {
     /// MTU of the tunnel: larger answers are dropped.
     mtu: usize,
     ended: CancellationToken,
-    pairs: HashMap<Pair, Sender<Bytes>>,
+    pairs: HashMap<Pair, Entry>,
+    /// Number of datagrams so far, from all pairs.
+    clock: Arc<AtomicU64>,
+}
+
+/// Entry of a pair.
+struct Entry {
+    sender: Sender<Bytes>,
+    used: Used,
+}
+
+/// Time of a pair's last datagram, by the clock of its session.
+#[derive(Clone)]
+struct Used {
+    at: Arc<AtomicU64>,
+    clock: Arc<AtomicU64>,
+}
+
+impl Used {
+    fn now(&self) {
+        let now = self.clock.fetch_add(1, Ordering::Relaxed);
+        self.at.store(now, Ordering::Relaxed);
+    }
 }
 
 impl Datagrams {
@@ -53,6 +77,7 @@ impl Datagrams {
             mtu: usize::from(mtu),
             ended,
             pairs: HashMap::new(),
+            clock: Arc::default(),
         }
     }
 
@@ -66,8 +91,8 @@ impl Datagrams {
         if *pair.1.ip() == own {
             return false;
         }
-        if let Some(sender) = self.pairs.get(&pair) {
-            match sender.try_send(Bytes::copy_from_slice(payload)) {
+        if let Some(entry) = self.pairs.get(&pair) {
+            match entry.sender.try_send(Bytes::copy_from_slice(payload)) {
                 Ok(()) | Err(TrySendError::Full(_)) => return true,
                 // The task of the pair has just ended.
                 Err(TrySendError::Closed(_)) => {}
@@ -87,24 +112,43 @@ impl Datagrams {
             return false;
         }
         if self.pairs.len() >= MAX_PAIRS {
-            self.pairs.retain(|_, sender| !sender.is_closed());
+            self.pairs.retain(|_, entry| !entry.sender.is_closed());
         }
         if self.pairs.len() >= MAX_PAIRS {
-            return true;
+            self.displace();
         }
         let (sender, receiver) = mpsc::channel(MAX_WAITING);
         // The new channel has room for one datagram.
         let _ = sender.try_send(Bytes::copy_from_slice(payload));
-        self.pairs.insert(pair, sender);
+        let used = Used {
+            at: Arc::default(),
+            clock: self.clock.clone(),
+        };
+        used.now();
+        let entry = Entry {
+            sender,
+            used: used.clone(),
+        };
+        self.pairs.insert(pair, entry);
         let (peer, mtu, ended) = (self.peer.clone(), self.mtu, self.ended.clone());
         self.tunnel.agent.tasks.spawn(async move {
-            let carried = carry(pair, target, receiver, &peer, mtu);
+            let carried = carry(pair, target, receiver, &used, &peer, mtu);
             let outcome = ended.run_until_cancelled(carried).await;
             if let Some(Err(error)) = outcome {
                 debug!(client = %pair.0, %target, %error, "cannot carry datagrams");
             }
         });
         true
+    }
+
+    /// Removes the pair that has been idle for the longest time.
+    fn displace(&mut self) {
+        let last = |entry: &Entry| entry.used.at.load(Ordering::Relaxed);
+        let idlest = self.pairs.iter().min_by_key(|(_, entry)| last(entry));
+        if let Some(pair) = idlest.map(|(pair, _)| *pair) {
+            // The pair's task sends the queued datagrams and ends.
+            self.pairs.remove(&pair);
+        }
     }
 }
 
@@ -113,6 +157,7 @@ async fn carry(
     (client, destination): Pair,
     target: SocketAddrV4,
     mut receiver: Receiver<Bytes>,
+    used: &Used,
     peer: &Peer,
     mtu: usize,
 ) -> std::io::Result<()> {
@@ -141,6 +186,7 @@ async fn carry(
             }
             () = sleep_until(until) => return Ok(()),
         }
+        used.now();
         until = Instant::now() + IDLE;
     }
 }
@@ -217,8 +263,7 @@ mod tests {
         assert_eq!(parse(&packet), None);
     }
 
-    #[tokio::test]
-    async fn denied_datagram_is_rejected() {
+    fn datagrams() -> Datagrams {
         let limits = Limits {
             connection_bytes: 1,
             stall: Duration::from_secs(1),
@@ -233,19 +278,45 @@ mod tests {
         };
         let flows = Streams::new(flows::Config::default(), now());
         let tunnel = Tunnel::new(agent, nodes);
-        let mut datagrams = Datagrams::new(tunnel, flows.peer(), 1500, stop);
-        let mut accepts = |destination: &str| {
-            let mut packet = Vec::new();
-            write(
-                &mut packet,
-                CLIENT,
-                destination.parse().unwrap(),
-                b"question",
-            );
-            datagrams.input(&packet, *CLIENT.ip())
+        Datagrams::new(tunnel, flows.peer(), 1500, stop)
+    }
+
+    fn accepts(datagrams: &mut Datagrams, client: SocketAddrV4, destination: &str) -> bool {
+        let mut packet = Vec::new();
+        let destination = destination.parse().unwrap();
+        write(&mut packet, client, destination, b"question");
+        datagrams.input(&packet, *CLIENT.ip())
+    }
+
+    #[tokio::test]
+    async fn denied_datagram_is_rejected() {
+        let mut datagrams = datagrams();
+        assert!(accepts(&mut datagrams, CLIENT, "10.254.0.1:9"));
+        assert!(!accepts(&mut datagrams, CLIENT, "169.254.169.254:53"));
+    }
+
+    #[tokio::test]
+    async fn a_pair_beyond_the_limit_displaces_the_idlest_pair() {
+        let server = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+        // The node access network maps to 127.0.0.1.
+        let target = format!("10.254.0.1:{}", server.local_addr().unwrap().port());
+        let client = |port| SocketAddrV4::new(*CLIENT.ip(), port);
+        let mut datagrams = datagrams();
+        let question = async |datagrams: &mut Datagrams, port| {
+            assert!(accepts(datagrams, client(port), &target));
+            server.recv_from(&mut [0; 16]).await.unwrap().1
         };
-        assert!(accepts("10.254.0.1:9"));
-        assert!(!accepts("169.254.169.254:53"));
+        let first = question(&mut datagrams, 1).await;
+        for port in 2..=MAX_PAIRS as u16 {
+            question(&mut datagrams, port).await;
+        }
+        // The first pair has been in use lately.
+        assert_eq!(question(&mut datagrams, 1).await, first);
+        tokio::task::yield_now().await;
+        question(&mut datagrams, 1000).await;
+        assert_eq!(datagrams.pairs.len(), MAX_PAIRS);
+        let is_open = |port| datagrams.pairs.keys().any(|pair| pair.0 == client(port));
+        assert!(is_open(1) && !is_open(2) && is_open(3) && is_open(1000));
     }
 
     proptest! {

@@ -195,6 +195,11 @@ impl Pipe {
         state.reader_gone && state.up_end
     }
 
+    /// Returns the number of bytes from the writer that the flow has not accepted.
+    pub(super) fn up_bytes(&self) -> usize {
+        self.state.lock().up_bytes
+    }
+
     pub(super) fn reader_gone(&self) -> bool {
         self.state.lock().reader_gone
     }

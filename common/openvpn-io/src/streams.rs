@@ -41,8 +41,8 @@ pub struct Streams {
     packets: VecDeque<Vec<u8>>,
     /// True if the flows are the first to fill the link in this turn.
     flows_first: bool,
-    /// Flows with dropped handles, and their deadlines.
-    left: VecDeque<(Moment, FlowId)>,
+    /// Flows with dropped handles, their deadlines, and the number of bytes that they must have fewer by then.
+    left: VecDeque<(Moment, FlowId, usize)>,
     close_wanted: bool,
 }
 
@@ -116,12 +116,22 @@ impl Streams {
                 Event::Closed(id, why) => self.forget(id, Broken::Flow(why)),
             }
         }
-        while let Some((_, id)) = self.left.front().copied().filter(|(at, _)| *at <= now) {
+        while let Some((_, id, before)) = self.left.front().copied().filter(|(at, ..)| *at <= now) {
             self.left.pop_front();
-            if self.entries.contains_key(&id) {
-                self.abort(id);
+            match self.unsent(id) {
+                Some(unsent) if unsent < before => {
+                    self.left.push_back((now + CLOSE_STALL, id, unsent))
+                }
+                Some(_) => self.abort(id),
+                None => {}
             }
         }
+    }
+
+    /// Returns how many bytes from the writer the other side has not acknowledged.
+    fn unsent(&mut self, id: FlowId) -> Option<usize> {
+        let entry = self.entries.get(&id)?;
+        Some(entry.pipe.up_bytes() + self.flows.unacknowledged(id))
     }
 
     fn carry_out(&mut self, mail: Mail<Pipe>, now: Moment) {
@@ -200,7 +210,8 @@ impl Streams {
         }
         if !entry.is_left && entry.pipe.is_left() {
             entry.is_left = true;
-            self.left.push_back((now + CLOSE_STALL, id));
+            let unsent = self.unsent(id).unwrap_or_default();
+            self.left.push_back((now + CLOSE_STALL, id, unsent));
         }
     }
 
@@ -258,7 +269,7 @@ impl Streams {
     /// Returns the time of the next call of [`work`](Self::work) and [`poll_output`](Self::poll_output) if no
     /// packet arrives.
     pub fn poll_timeout(&self) -> Option<Moment> {
-        let left = self.left.front().map(|(at, _)| *at);
+        let left = self.left.front().map(|(at, ..)| *at);
         [left, self.flows.poll_timeout()]
             .into_iter()
             .flatten()

@@ -304,6 +304,11 @@ impl Flows {
         Ok(received)
     }
 
+    /// Returns the number of queued bytes that the remote end has not acknowledged.
+    pub fn unacknowledged(&mut self, id: FlowId) -> usize {
+        self.open(id).map_or(0, |flow| flow.queued())
+    }
+
     /// Closes the sending direction after the queued bytes. The remote end may continue to send.
     pub fn close(&mut self, id: FlowId) {
         if let Ok(flow) = self.open(id) {

@@ -254,6 +254,36 @@ async fn queued_bytes_arrive_after_the_handles_are_dropped() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn left_flow_is_not_reset_while_its_bytes_move() {
+    let mut pair = Pair::start();
+    let (mut near, mut far) = pair.open().await;
+    let bulk = pattern(600_000);
+    let slow = async {
+        let mut all = Vec::new();
+        let mut chunk = vec![0; 16 << 10];
+        loop {
+            match far.reader.read(&mut chunk).await? {
+                0 => return std::io::Result::Ok(all),
+                read => all.extend_from_slice(&chunk[..read]),
+            }
+            tokio::time::sleep(CLOSE_STALL / 10).await;
+        }
+    };
+    let write = async {
+        near.writer.write_all(&bulk).await.unwrap();
+        near.writer.finish().unwrap();
+        drop(near);
+        Instant::now()
+    };
+    let (left, all) = tokio::join!(write, slow);
+    assert!(all.unwrap() == bulk);
+    assert!(left.elapsed() > CLOSE_STALL);
+    far.writer.shutdown().await.unwrap();
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert_eq!(pair.peer.flows(), 0);
+}
+
+#[tokio::test(start_paused = true)]
 async fn all_handles_report_the_end_of_the_tunnel() {
     let mut pair = Pair::start();
     let (mut near, _far) = pair.open().await;

@@ -95,6 +95,8 @@ pub(crate) struct Flow {
     pub(crate) sent_in: u64,
     /// Bytes of both buffers, charged to the buffer budget.
     pub(crate) buffers: usize,
+    /// Number of bytes read by the owner, modulo 2^32.
+    read: u32,
     /// Set when the handshake has succeeded.
     pub(crate) connected: bool,
     /// Set when the owner has closed the sending direction.
@@ -155,6 +157,7 @@ impl Flow {
             send_share: usize::MAX,
             sent_in: 0,
             buffers: shape.receive_buffer + shape.send_buffer,
+            read: 0,
             connected: false,
             closing: false,
             ending: None,
@@ -167,6 +170,18 @@ impl Flow {
             retransmitted: 0,
             eager: shape.eager,
         }
+    }
+
+    /// Answers a segment with more bytes than the receive buffer can store, and returns true. smoltcp would accept such
+    /// a segment and then panic: it also scales the window of a SYN. The answer is that to a window probe, which an
+    /// honest remote end sends while the buffer is full.
+    pub(crate) fn refuses(&self, segment: &Segment<'_>, replies: &mut Replies) -> bool {
+        let capacity = self.socket().recv_capacity();
+        let is_beyond = self.track.is_beyond_buffer(segment, self.read, capacity);
+        if is_beyond {
+            replies.acknowledge(segment, self.track.sent(), self.track.expected());
+        }
+        is_beyond
     }
 
     /// Starts to dial: the next poll sends a SYN.
@@ -204,6 +219,13 @@ impl Flow {
     ) -> u32 {
         let before = self.state();
         if before == State::SynSent && !self.answers_syn(segment) {
+            // The remote end may have a half-open connection of an earlier flow. The reset ends it, and the next SYN
+            // opens this flow (RFC 9293, 3.5.1).
+            let acknowledged = segment.acknowledgement();
+            if self.track.syn_sent() && segment.has(flags::ACK) && acknowledged != self.track.sent()
+            {
+                replies.reset(segment, now);
+            }
             return 0;
         }
         let acknowledged = self.track.input(segment);
@@ -301,6 +323,11 @@ impl Flow {
         }
     }
 
+    /// Returns the number of queued bytes that are not acknowledged.
+    pub(crate) fn queued(&self) -> usize {
+        self.socket().send_queue()
+    }
+
     fn unsent(&self) -> usize {
         let in_flight = usize::try_from(self.track.in_flight()).unwrap_or(usize::MAX);
         self.socket().send_queue().saturating_sub(in_flight)
@@ -377,7 +404,10 @@ impl Flow {
             (read, Some(read))
         });
         match read {
-            Ok(Some(read)) => Received::Bytes(read),
+            Ok(Some(read)) => {
+                self.read = self.read.wrapping_add(read as u32);
+                Received::Bytes(read)
+            }
             Ok(None) => Received::Empty,
             Err(RecvError::Finished) => Received::End,
             // After a reset, another event reports the reset. Before the handshake there is nothing to read.

@@ -58,7 +58,7 @@ impl Flows {
             }
             Slot::Free => return Input::Unknown,
         };
-        let beyond = flow.track.is_beyond_first_window(segment);
+        let beyond = flow.refuses(segment, &mut self.replies);
         if beyond || flow.connected && flow.track.outside_window(segment) {
             self.stats.out_of_window += 1;
         }

@@ -25,8 +25,6 @@ pub(crate) struct Track {
     local_shift: u8,
     /// Sequence number of the remote end's first byte, once known.
     first: Option<u32>,
-    /// Set when a window was advertised in a segment other than a SYN.
-    window_advertised: bool,
     /// Set when a segment was repeated and nothing was acknowledged since.
     repeating: bool,
     /// Sequence number after the remote end's FIN.
@@ -143,12 +141,19 @@ impl Track {
             || (segment.length() > 0 && !before(self.expected, end) && !segment.has(flags::SYN))
     }
 
-    /// True if the segment ends after the window of our own SYN and no later window was advertised. smoltcp
-    /// scales the window of the SYN as well, and would accept more than its buffer can store.
-    pub(crate) fn is_beyond_first_window(&self, segment: &Segment<'_>) -> bool {
-        let end = segment.sequence().wrapping_add(segment.length());
-        let limit = self.first.map(|first| first.wrapping_add(u16::MAX.into()));
-        !self.window_advertised && limit.is_some_and(|limit| before(limit, end))
+    /// True if the segment has bytes that a buffer of `capacity` bytes cannot store, after `read` bytes were read.
+    pub(crate) fn is_beyond_buffer(
+        &self,
+        segment: &Segment<'_>,
+        read: u32,
+        capacity: usize,
+    ) -> bool {
+        let Some(first) = self.first.filter(|_| !segment.payload().is_empty()) else {
+            return false;
+        };
+        let lengths = [segment.payload().len(), capacity].map(|length| length as u32);
+        let end = segment.sequence().wrapping_add(lengths[0]);
+        before(first.wrapping_add(read).wrapping_add(lengths[1]), end)
     }
 
     /// Returns the limit for the next advertised window.
@@ -175,7 +180,6 @@ impl Track {
             self.local_shift = emitted.shift;
         }
         if emitted.flags & flags::ACK != 0 {
-            self.window_advertised |= !syn;
             self.expected = emitted.acknowledgement;
             let shift = if syn { 0 } else { self.local_shift };
             let window = u32::from(emitted.window) << shift;

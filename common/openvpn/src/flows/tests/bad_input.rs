@@ -179,7 +179,15 @@ fn segments_outside_of_the_window_do_nothing() {
 /// Almost valid segments in all states, from a remote end that sees the flow's packets.
 #[test]
 fn hostile_segments_never_panic() {
-    let mut random = StdRng::seed_from_u64(7);
+    // The later seeds once made smoltcp store more than its buffer holds: after a repeated SYN, a keepalive and a
+    // window probe.
+    for seed in [7, 1030, 1088, 2066] {
+        send_hostile_segments(seed);
+    }
+}
+
+fn send_hostile_segments(seed: u64) {
+    let mut random = StdRng::seed_from_u64(seed);
     let start = Instant::now();
     for round in 0..3000 {
         let mut now = start;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::net::{Answer, Net, POD, SERVER};
 use crate::flows::{Closed, Config, DialError, Gone, Input, Received, Refusal, Unreachable};
-use crate::ip::build::{echo, icmp, udp};
+use crate::ip::build::{Numbers, echo, icmp, tcp, udp};
 use crate::ip::{Icmp, Packet, Segment, flags, kind};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -454,6 +454,43 @@ fn an_icmp_error_ends_a_dial_only_if_it_quotes_its_syn() {
         closed.to_string(),
         "destination unreachable: no route to the host"
     );
+}
+
+#[test]
+fn dial_resets_a_half_open_connection_of_the_target() {
+    let mut net = Net::new();
+    let id = net.dial(POD, 0);
+    let now = net.now;
+    let mut syn = Vec::new();
+    net.a.flows.poll_output(now, &mut |packet| {
+        syn = packet.to_vec();
+        true
+    });
+    // The target acknowledges a position of the connection that the target still knows.
+    let packet = Packet::parse(&syn).unwrap();
+    let syn = Segment::parse(&packet).unwrap();
+    let stale = 0x1234_5678;
+    let numbers = Numbers(77, stale, 1000);
+    let old = tcp(
+        syn.destination(),
+        syn.source(),
+        numbers,
+        flags::ACK,
+        &[],
+        &[],
+    );
+    assert_eq!(net.a.flows.input(&old, now), Input::Accepted);
+    let mut replies = Vec::new();
+    net.a.flows.poll_output(now, &mut |packet| {
+        replies.push(packet.to_vec());
+        true
+    });
+    let reply = Packet::parse(&replies[0]).unwrap();
+    let reset = Segment::parse(&reply).unwrap();
+    assert!(reset.has(flags::RST) && reset.sequence() == stale);
+    // The next SYN opens the flow.
+    net.settle(SECOND * 5);
+    assert!(net.a.streams[&id].connected);
 }
 
 #[test]
