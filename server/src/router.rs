@@ -284,14 +284,14 @@ impl Router {
         self.draining.load(Ordering::Relaxed)
     }
 
-    /// Returns true if a tunnel of the route has a peer for new dials.
+    /// Returns true if a tunnel of the route is ready for new dials.
     pub(crate) fn has_peer(&self) -> bool {
         let route = self.route();
         [Some(route.first), route.second()]
             .into_iter()
             .flatten()
             .filter_map(|kind| self.slot(kind))
-            .any(|slot| slot.tunnel.health() > Health::Absent)
+            .any(|slot| slot.tunnel.is_ready())
     }
 
     /// Returns a seat for a new client on the thread where the client is best served.

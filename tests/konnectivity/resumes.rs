@@ -269,6 +269,32 @@ async fn dials_do_not_wait_for_an_agent_that_stays_away() {
 }
 
 #[tokio::test]
+async fn strategies_pass_over_an_agent_that_stays_away() {
+    let services = Services::start().await.unwrap();
+    let strategies = ["--proxy-strategies=destHost,default"];
+    let identifiers = ["--agent-identifiers=host=127.0.0.1"];
+    let (mut topology, balancer) = start(1, &strategies, &identifiers).await;
+    let port = format!("--proxy-server-port={}", topology.agent_address(0).port());
+    topology.add_agent(Executable::Ours, &[&port]).await;
+    server_shows(
+        &topology,
+        "ready_backends",
+        &[("proxy_strategy", "default")],
+        2.0,
+    )
+    .await;
+    balancer.set(Vec::new());
+    balancer.reset();
+    away(&topology, 1.0).await;
+    // This dial waits for the agent of its host.
+    refusal(&topology, &services.raw.to_string()).await;
+    Innocent::open(&topology, services.raw).await;
+    let metrics = topology.agent_metrics(1).await;
+    let open = value(&metrics, &agent_name("open_endpoint_connections"), &[]);
+    assert_eq!(open, 1.0);
+}
+
+#[tokio::test]
 async fn dial_during_a_break_goes_to_another_agent() {
     let services = Services::start().await.unwrap();
     let (mut topology, balancer) = start(1, &[], &[]).await;

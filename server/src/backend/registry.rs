@@ -161,13 +161,21 @@ impl Registry {
         }
     }
 
-    /// Returns the health of the best agent of the first strategy, as the stock server. Draining agents count as
-    /// connected.
+    /// Returns the health of the best agent of all strategies.
     pub(crate) fn health(&self) -> Health {
         let agents = self.agents.lock();
-        self.strategies
-            .first()
-            .map_or(Health::Absent, |first| agents.of_strategy(*first).health())
+        let healths = self
+            .strategies
+            .iter()
+            .map(|strategy| agents.of_strategy(*strategy).health());
+        healths.max().unwrap_or(Health::Absent)
+    }
+
+    /// Returns true if the first strategy has an agent: the readiness of the stock server. Draining agents count.
+    pub(crate) fn is_ready(&self) -> bool {
+        let agents = self.agents.lock();
+        let first = self.strategies.first();
+        first.is_some_and(|first| agents.of_strategy(*first).health() > Health::Absent)
     }
 
     /// Returns the agent connections for the status output.
@@ -316,20 +324,14 @@ impl Agents {
 
     /// Returns the agents that a strategy has for a host.
     fn scope(&self, strategy: Strategy, host: &str) -> Option<Scope> {
-        match strategy {
-            Strategy::Default => (self.all.len() > 0).then_some(Scope::All),
-            Strategy::DefaultRoute => {
-                (self.with_default_route.len() > 0).then_some(Scope::DefaultRoute)
-            }
-            Strategy::DestHost if self.by_host.is_empty() => None,
-            Strategy::DestHost => {
-                let host = host_key(host);
-                self.by_host
-                    .contains_key(&host)
-                    .then_some(Scope::Host(host))
-            }
-            Strategy::Cidr => self.network(host).map(Scope::Network),
-        }
+        let scope = match strategy {
+            Strategy::Default => Scope::All,
+            Strategy::DefaultRoute => Scope::DefaultRoute,
+            Strategy::DestHost if self.by_host.is_empty() => return None,
+            Strategy::DestHost => Scope::Host(host_key(host)),
+            Strategy::Cidr => return self.network(host).map(Scope::Network),
+        };
+        self.in_scope(&scope)?.has_agent().then_some(scope)
     }
 
     /// Returns the longest network with the address. Names have no network, because only the agent resolves
@@ -341,7 +343,7 @@ impl Agents {
         let address = host.parse::<IpAddr>().ok()?.to_canonical();
         self.by_network.iter().rev().find_map(|(length, networks)| {
             let network = IpNet::new(address, *length).ok()?.trunc();
-            networks.contains_key(&network).then_some(network)
+            networks.get(&network)?.has_agent().then_some(network)
         })
     }
 

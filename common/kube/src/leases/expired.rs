@@ -59,7 +59,8 @@ impl Collector {
         }
     }
 
-    /// Deletes expired leases forever. Calls `live` with the number of live leases after each list.
+    /// Deletes expired leases forever. Calls `live` with the number of servers after each list that has a live lease.
+    /// The number includes this server, even if it cannot write its lease.
     pub async fn run(mut self, mut live: impl FnMut(usize)) {
         loop {
             match self.collect(&mut live).await {
@@ -81,7 +82,10 @@ impl Collector {
             (name, lease.spec.as_ref().unwrap_or(&none))
         });
         self.renewals.observe(Instant::now(), named);
-        live(self.renewals.live());
+        let servers = self.renewals.live();
+        if servers > 0 {
+            live(servers + usize::from(!self.renewals.is_live(&self.own)));
+        }
         let mut outcome = Ok(());
         for lease in &leases {
             let name = lease.name_any();

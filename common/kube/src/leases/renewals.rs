@@ -70,10 +70,12 @@ impl Renewals {
     /// Returns the number of live leases at the last observation. As in upstream, a lease without any time is
     /// not live.
     pub fn live(&self) -> usize {
-        let leases = self.leases.values();
-        leases
-            .filter(|lease| !lease.is_expired && is_dated(&lease.spec))
-            .count()
+        self.leases.values().filter(|lease| lease.is_live()).count()
+    }
+
+    /// Returns true if the lease was live at the last observation.
+    pub fn is_live(&self, name: &str) -> bool {
+        self.leases.get(name).is_some_and(Observed::is_live)
     }
 
     /// Returns true if the lease exists and was expired at the last observation.
@@ -82,8 +84,11 @@ impl Renewals {
     }
 }
 
-fn is_dated(spec: &LeaseSpec) -> bool {
-    spec.renew_time.is_some() || spec.acquire_time.is_some()
+impl Observed {
+    fn is_live(&self) -> bool {
+        let is_dated = self.spec.renew_time.is_some() || self.spec.acquire_time.is_some();
+        is_dated && !self.is_expired
+    }
 }
 
 /// Returns the duration of a lease. The API refuses durations below 1 s.

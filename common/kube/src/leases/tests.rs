@@ -278,6 +278,27 @@ async fn only_unrenewed_leases_are_deleted() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn server_counts_without_its_lease_and_counts_nothing_without_live_leases() {
+    let api = Fake::new();
+    let counts = Arc::new(Mutex::new(Vec::new()));
+    let (labels, own) = (LABEL.to_owned(), OWN.to_owned());
+    let collector = Collector::new(api.client(), "n", labels, own, Counter::noop());
+    let reported = counts.clone();
+    let _task = tokio::spawn(collector.run(move |count| reported.lock().push(count)));
+    sleep(seconds(100)).await;
+    assert!(counts.lock().is_empty());
+    renew(&api, &["b", "c"], seconds(20)).await;
+    assert_eq!(counts.lock().pop(), Some(3));
+    // Both expire.
+    sleep(seconds(60)).await;
+    counts.lock().clear();
+    sleep(seconds(100)).await;
+    assert!(counts.lock().is_empty());
+    renew(&api, &[OWN, "b", "c"], seconds(20)).await;
+    assert_eq!(counts.lock().pop(), Some(3));
+}
+
+#[tokio::test(start_paused = true)]
 async fn lease_renewed_between_list_and_deletion_is_kept() {
     let api = Fake::new();
     api.put(lease("late", "2001-01-01T00:00:00.000000Z"));

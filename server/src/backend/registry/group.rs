@@ -112,6 +112,11 @@ impl Group {
         self.members.iter().flat_map(|member| &member.entries)
     }
 
+    /// Returns true if an agent may take dials: agents that are gone may return, but no dial waits for them.
+    pub(super) fn has_agent(&self) -> bool {
+        self.entries().any(|entry| !entry.stream.is_gone())
+    }
+
     /// Returns the health of the best agent.
     pub(super) fn health(&self) -> Health {
         let mut best = Health::Absent;

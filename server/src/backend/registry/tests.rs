@@ -186,10 +186,13 @@ fn metrics_count_the_keys_of_each_strategy() {
 #[test]
 fn readiness_follows_the_first_strategy() {
     let mut world = World::new(&[Strategy::DestHost, Strategy::Default]);
-    world.connect("a", "default-route=true");
     assert_eq!(world.registry.health(), Health::Absent);
-    world.connect("b", "host=b");
+    world.connect("a", "default-route=true");
+    assert!(!world.registry.is_ready());
+    // The other strategy serves dials.
     assert_eq!(world.registry.health(), Health::Healthy);
+    world.connect("b", "host=b");
+    assert!(world.registry.is_ready());
 }
 
 #[test]
