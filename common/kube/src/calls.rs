@@ -12,6 +12,8 @@ use kube::core::Status;
 use tokio::time::Instant;
 use tower::service_fn;
 
+use crate::client::is_watch;
+
 /// Largest error text to read for its reason, in bytes. Errors have a few hundred bytes.
 const MAX_ERROR: usize = 64 * 1024;
 
@@ -108,9 +110,8 @@ fn known(code: u16) -> u16 {
 }
 
 fn verb(request: &Request<Body>) -> Verb {
-    let query = request.uri().query().unwrap_or_default();
     match *request.method() {
-        Method::GET if query.split('&').any(|pair| pair == "watch=true") => Verb::Watch,
+        _ if is_watch(request) => Verb::Watch,
         Method::GET => Verb::List,
         Method::DELETE => Verb::Delete,
         _ => Verb::Write,

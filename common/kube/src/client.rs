@@ -10,6 +10,7 @@ mod proxied;
 
 use std::collections::HashMap;
 use std::path::Path;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -22,7 +23,9 @@ use kube::Client;
 use kube::client::Body;
 use kube::config::{Cluster, KubeconfigError};
 use kube::core::Status;
-use tower::Service;
+use parking_lot::Mutex;
+use tokio::time::{Instant, sleep_until};
+use tower::{Service, service_fn};
 
 use self::kubeconfig::Account;
 
@@ -31,6 +34,9 @@ use self::kubeconfig::Account;
 /// trouble may accept requests and never answer. The limit is well above the time that a server needs to start
 /// sending a large list. Watches end sooner (see [`object_cache`](crate::object_cache)).
 pub const SILENCE: Duration = Duration::from_secs(34);
+
+/// Shortest time between the starts of two watches. A watch without changes lasts much longer.
+const WATCH_GAP: Duration = Duration::from_secs(1);
 
 /// Returns a client for a kubeconfig file, or for the pod's own account. `reloader` follows the kubeconfig under the
 /// name `files`. The namespace of the kubeconfig's context is read once.
@@ -49,12 +55,42 @@ where
         let config = kube::Config::infer()
             .await
             .context("no Kubernetes account: run in a pod, or give --kubeconfig")?;
-        return connect(config, None);
+        return Ok(paced(connect(config, None)?));
     };
     let latest = reloader.follow(files, Account::new(path))?;
     let namespace = latest.get().client.default_namespace().to_owned();
     let listed = HashMap::new();
-    Ok(Client::new(Following { latest, listed }, namespace))
+    Ok(paced(Client::new(Following { latest, listed }, namespace)))
+}
+
+/// Returns a client that starts a watch of the same path at most once per [`WATCH_GAP`]. A proxy may answer every watch
+/// with a success and end it at once. `kube` then starts the next watch without a pause.
+fn paced(client: Client) -> Client {
+    let namespace = client.default_namespace().to_owned();
+    let starts = Arc::new(Mutex::new(HashMap::<String, Instant>::new()));
+    let service = service_fn(move |request: Request<Body>| {
+        let start = is_watch(&request).then(|| {
+            let (mut starts, now) = (starts.lock(), Instant::now());
+            let next = starts.entry(request.uri().path().to_owned()).or_insert(now);
+            let start = now.max(*next);
+            *next = start + WATCH_GAP;
+            start
+        });
+        let client = client.clone();
+        async move {
+            if let Some(start) = start {
+                sleep_until(start).await;
+            }
+            client.send(request).await
+        }
+    });
+    Client::new(service, namespace)
+}
+
+/// Returns true if the request starts a watch.
+pub(crate) fn is_watch(request: &Request<Body>) -> bool {
+    let query = request.uri().query().unwrap_or_default();
+    request.method() == Method::GET && query.split('&').any(|pair| pair == "watch=true")
 }
 
 /// A client and the API server that it uses.
@@ -76,8 +112,7 @@ impl Following {
     /// within one cluster.
     fn may_send(&mut self, request: &Request<Body>, server: &http::Uri) -> bool {
         let uri = request.uri();
-        let mut query = uri.query().unwrap_or_default().split('&');
-        if query.any(|parameter| parameter == "watch=true") {
+        if is_watch(request) {
             let listed = self.listed.get(uri.path());
             return listed.is_none_or(|listed| listed == server);
         }

@@ -209,3 +209,24 @@ async fn watch_does_not_continue_a_list_of_another_api() {
     );
     assert!(get("/x").await.is_ok() && get(watch).await.is_ok());
 }
+
+#[tokio::test(start_paused = true)]
+async fn watches_that_end_at_once_are_started_once_per_second() {
+    let service = service_fn(|_: Request<Body>| async {
+        Ok::<_, std::convert::Infallible>(Response::new(Body::empty()))
+    });
+    let client = paced(Client::new(service, "n"));
+    let send = async |path: &str| {
+        let request = Request::get(path).body(Body::empty()).unwrap();
+        client.send(request).await.unwrap();
+    };
+    let started = Instant::now();
+    for _ in 0..5 {
+        send("/api/v1/nodes?watch=true&resourceVersion=1").await;
+    }
+    assert_eq!(started.elapsed(), 4 * WATCH_GAP);
+    // Other requests do not wait.
+    send("/api/v1/nodes").await;
+    send("/api/v1/pods?watch=true").await;
+    assert_eq!(started.elapsed(), 4 * WATCH_GAP);
+}
