@@ -1,7 +1,7 @@
 //! A client for a server's admin pages, over the server's Unix socket or over mutual TLS.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
@@ -29,9 +29,9 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 #[derive(clap::Args, Clone, Debug, Default)]
 #[command(next_help_heading = "The server")]
 pub(crate) struct Admin {
-    /// Path of the server's admin Unix socket: the value of the server's --admin-uds.
+    /// Path of the server's admin Unix socket: the value of the server's --admin-uds. Ignored if --admin is set.
     #[arg(long, value_name = "PATH", env = "CULVERT_ADMIN_UDS")]
-    #[arg(required_unless_present = "admin", conflicts_with = "admin")]
+    #[arg(required_unless_present = "admin")]
     admin_uds: Option<PathBuf>,
 
     /// Address of the server's admin listener; the server must run with --admin-cert. Needs --ca-cert, --cert
@@ -128,7 +128,7 @@ impl Admin {
     }
 
     async fn connect(&self) -> anyhow::Result<BoxedStream> {
-        if let Some(path) = &self.admin_uds {
+        if let Some(path) = self.socket() {
             let stream = UnixStream::connect(path).await.with_context(|| {
                 let path = path.display();
                 format!(
@@ -161,8 +161,14 @@ impl Admin {
         Ok(Box::new(stream))
     }
 
+    /// Returns the path of the Unix socket, unless --admin is set: the path may come from the environment.
+    fn socket(&self) -> Option<&Path> {
+        let path = self.admin_uds.as_deref();
+        path.filter(|_| self.admin.is_none())
+    }
+
     fn name(&self) -> String {
-        let path = self.admin_uds.as_ref();
+        let path = self.socket();
         path.map(|path| path.display().to_string())
             .or_else(|| self.admin.clone())
             .unwrap_or_default()

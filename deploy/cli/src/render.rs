@@ -119,8 +119,7 @@ fn plan(
     if !findings.problems.is_empty() {
         return Ok(Outcome::Invalid);
     }
-    let file = options.file.display().to_string();
-    let plan = Plan::new(from, to, &target, &file)?;
+    let plan = Plan::new(from, to, &target, &options.input_arguments()?)?;
     say!("{}", plan.to_string().trim_end());
     Ok(Outcome::Done)
 }

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use anyhow::bail;
 use culvert_host::flags::GoDuration;
+use culvert_server::switch::SetBy;
 use culvert_server::switch::status::{Progress, Request, Status};
 use culvert_server::tunnel::Mode;
 use tokio::time::{Instant, sleep};
@@ -90,7 +91,7 @@ async fn wait(options: &Options, mut status: Status) -> anyhow::Result<()> {
         }
         answered = Instant::now();
         if status.mode != options.to {
-            bail!("another switch has changed the mode to {}", status.mode);
+            bail!("{}", changed(&status));
         }
         if before != std::mem::discriminant(&status.switch) || told.elapsed() >= REPORT {
             told = answered;
@@ -98,6 +99,18 @@ async fn wait(options: &Options, mut status: Status) -> anyhow::Result<()> {
         }
     }
     Ok(())
+}
+
+/// Explains a mode that is not the requested one.
+fn changed(status: &Status) -> String {
+    let mode = status.mode;
+    match status.set_by {
+        SetBy::Flag => format!(
+            "the server has restarted with --tunnel-mode={mode}: without --tunnel-state-file it does not keep a switch"
+        ),
+        SetBy::File => format!("--tunnel-mode-file has changed the mode to {mode}"),
+        SetBy::Switch => format!("another switch has changed the mode to {mode}"),
+    }
 }
 
 fn drain(text: &str) -> Result<GoDuration, String> {

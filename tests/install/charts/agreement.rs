@@ -218,11 +218,10 @@ fn agent_is_the_rendered_agent() {
         right,
         &["/name", "/command", "/resources", "/securityContext"],
     );
-    // The chart mounts the CA beside the token, and no token for the Kubernetes API.
-    assert_eq!(
-        arguments(left, &["--ca-cert"]),
-        arguments(right, &["--ca-cert"])
-    );
+    // The chart mounts the CA beside the token, and no token for the Kubernetes API. Its values are those of the stock agent,
+    // which does not know the time of the drain.
+    let others = ["--ca-cert", "--drain-timeout"];
+    assert_eq!(arguments(left, &others), arguments(right, &others));
     let [left, right] =
         [&golden, &ours].map(|it| find(it, "PodDisruptionBudget", "konnectivity-agent"));
     same("the budget", left, right, &["/spec/minAvailable"]);

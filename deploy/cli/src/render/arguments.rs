@@ -112,6 +112,10 @@ pub(super) fn agent(target: &Target<'_>) -> Vec<String> {
         format!("--keepalive-time={}", target.keepalive()),
     ];
     args.extend(channel_size(target, user));
+    // Shorter than the grace period of pods. The stock agent does not know the flag.
+    if !target.has_stock_agent() && !user.iter().any(|arg| arg.starts_with("--drain-timeout")) {
+        args.push("--drain-timeout=25s".to_owned());
+    }
     args.extend(user.iter().cloned());
     args
 }

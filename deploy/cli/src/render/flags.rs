@@ -1,6 +1,6 @@
 //! The flags of `culvert render`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use super::facts::{Facts, Images, NodePorts};
 use super::objects::Part;
@@ -8,6 +8,7 @@ use super::plan::Side;
 
 /// Flags of `culvert render`.
 #[derive(clap::Args)]
+#[command(args_override_self = true)]
 pub struct Options {
     /// Cluster file: Culvert's own format, or KKP's Cluster object, in YAML or JSON; `-` is the standard input.
     #[arg(value_name = "FILE")]
@@ -124,6 +125,52 @@ struct Values {
 }
 
 impl Options {
+    /// Returns the arguments that name the input, quoted for a shell. Later flags override these.
+    ///
+    /// # Errors
+    /// Fails if the cluster file is the standard input, or if a value has a zero byte.
+    pub(super) fn input_arguments(&self) -> anyhow::Result<String> {
+        anyhow::ensure!(
+            self.file != Path::new("-"),
+            "a migration plan needs a cluster file, because its commands read the file again"
+        );
+        let path = |path: &PathBuf| path.display().to_string();
+        let number = |number: Option<u16>| number.map(|number| number.to_string());
+        let values = &self.values;
+        let flags = [
+            ("facts", self.facts.as_ref().map(path)),
+            ("cluster-id", values.cluster_id.clone()),
+            ("kkp-version", values.kkp_version.clone()),
+            ("kubernetes-version", values.kubernetes_version.clone()),
+            ("tunnel", values.tunnel.clone()),
+            ("external-name", values.external_name.clone()),
+            ("address-ip", values.address_ip.clone()),
+            ("apiserver-node-port", number(values.apiserver_node_port)),
+            (
+                "konnectivity-node-port",
+                number(values.konnectivity_node_port),
+            ),
+            ("openvpn-node-port", number(values.openvpn_node_port)),
+            (
+                "apiserver-replicas",
+                values.apiserver_replicas.map(|count| count.to_string()),
+            ),
+            ("node-access-network", values.node_access_network.clone()),
+            ("server-image", values.server_image.clone()),
+            ("agent-image", values.agent_image.clone()),
+            ("door-image", values.door_image.clone()),
+            ("node-tunnel-image", values.node_tunnel_image.clone()),
+        ];
+        let networks = values
+            .node_network
+            .iter()
+            .map(|network| ("node-network", Some(network.clone())));
+        let given = flags.into_iter().chain(networks);
+        let given = given.filter_map(|(name, value)| Some(format!("--{name}={}", value?)));
+        let words: Vec<String> = std::iter::once(path(&self.file)).chain(given).collect();
+        Ok(shlex::try_join(words.iter().map(String::as_str))?)
+    }
+
     /// Returns the values of the flags.
     pub(super) fn facts(&self) -> Facts {
         let values = &self.values;

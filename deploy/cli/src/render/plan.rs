@@ -77,7 +77,7 @@ pub(super) fn apply(side: Side, input: &mut Input) {
 }
 
 impl Plan {
-    /// Creates the plan. `file` is the cluster file, for the commands.
+    /// Creates the plan. `file` has the cluster file and the flags with its values, for the commands.
     ///
     /// # Errors
     /// Fails if the sides are equal, or if only one of them is a tunnel.

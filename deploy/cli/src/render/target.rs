@@ -16,6 +16,8 @@ const KEEPALIVE: &str = "1m";
 
 /// Value of an image that selects Konnectivity's own image.
 const STOCK: &str = "stock";
+/// Part of the names of Konnectivity's own images.
+const STOCK_REPOSITORY: &str = "kas-network-proxy";
 
 /// A program of the rendered objects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -159,12 +161,19 @@ impl<'a> Target<'a> {
         };
         match (given.as_deref(), stock) {
             (Some(STOCK), Some(stock)) => format!(
-                "registry.k8s.io/kas-network-proxy/{stock}:{}",
+                "registry.k8s.io/{STOCK_REPOSITORY}/{stock}:{}",
                 self.cluster.kkp.konnectivity_version(self.kubernetes_minor)
             ),
             (Some(image), _) => image.to_owned(),
             (None, _) => format!("{own}:v{}", env!("CARGO_PKG_VERSION")),
         }
+    }
+
+    /// Returns true if the agent is Konnectivity's own, which knows fewer flags.
+    pub(super) fn has_stock_agent(&self) -> bool {
+        let image = self.image(Program::Agent);
+        let name = image.rsplit('/').next().unwrap_or_default();
+        image.contains(STOCK_REPOSITORY) || name.starts_with("proxy-agent")
     }
 
     pub(super) fn keepalive(&self) -> &str {

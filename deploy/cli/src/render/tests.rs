@@ -18,7 +18,7 @@ use super::finding::Findings;
 use super::objects::{self, Object, Part};
 use super::plan::{Plan, Side};
 use super::target::Target;
-use super::{Options, input, output, plan, rules};
+use super::{Options, facts, input, output, plan, rules};
 
 const STRATEGIES: [&str; 3] = ["NodePort", "LoadBalancer", "Tunneling"];
 const TUNNELS: [&str; 2] = ["konnectivity", "openvpn"];
@@ -448,14 +448,62 @@ fn commands(text: &str) -> Vec<String> {
     lines.map(str::to_owned).collect()
 }
 
+#[derive(clap::Parser)]
+enum Cli {
+    Render(Box<Options>),
+    Status(crate::status::Options),
+    Switch(crate::switch::Options),
+}
+
+/// Parses a command line as a shell and the tool do.
+fn parsed(command: &str) -> Options {
+    let words = std::iter::once("culvert".to_owned()).chain(shlex::split(command).unwrap());
+    match <Cli as clap::Parser>::try_parse_from(words) {
+        Ok(Cli::Render(options)) => *options,
+        Ok(_) => panic!("not culvert render: {command}"),
+        Err(error) => panic!("culvert {command}: {error}"),
+    }
+}
+
+#[test]
+fn commands_of_a_plan_repeat_the_values_of_its_flags() {
+    let options = parsed(
+        "render 'my cluster.yaml' --facts=facts.yaml --apiserver-replicas=3 --tunnel=openvpn \
+         --konnectivity-node-port=30100 --node-network=10.0.0.0/8 --node-network=10.1.0.0/16",
+    );
+    let file = options.input_arguments().unwrap();
+    let again = parsed(&format!("render {file} --tunnel=konnectivity"));
+    let facts = again.facts();
+    assert_eq!(again.file, Path::new("my cluster.yaml"));
+    assert_eq!(again.facts.as_deref(), Some(Path::new("facts.yaml")));
+    // The command's own flag counts.
+    assert_eq!(facts.tunnel.as_deref(), Some("konnectivity"));
+    let tunnel = options.facts().tunnel;
+    assert_eq!(facts::Facts { tunnel, ..facts }, options.facts());
+    let standard_input = parsed("render -").input_arguments();
+    assert!(standard_input.is_err());
+}
+
+#[test]
+fn only_our_agent_gets_the_flag_of_its_drain() {
+    let flag = "--drain-timeout=25s".to_owned();
+    let arguments = |more: &str| {
+        render(&file("konnectivity", "NodePort", more), |objects| {
+            let agent = objects.iter().find(|object| object.part == Part::Agent);
+            let containers = &agent.unwrap().value["spec"]["template"]["spec"]["containers"];
+            serde_json::from_value::<Vec<String>>(containers[0]["args"].clone()).unwrap()
+        })
+    };
+    assert!(arguments("").contains(&flag));
+    assert!(arguments("images: {agent: mirror.local/culvert-agent:v1}").contains(&flag));
+    for stock in ["stock", "mirror.local/proxy-agent:v0.33.0"] {
+        let image = format!("images: {{agent: '{stock}'}}");
+        assert!(!arguments(&image).contains(&flag));
+    }
+}
+
 #[test]
 fn commands_in_plans_and_in_the_documentation_parse() {
-    #[derive(clap::Parser)]
-    enum Cli {
-        Render(Box<Options>),
-        Status(crate::status::Options),
-        Switch(crate::switch::Options),
-    }
     let document = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/render.md");
     let document = std::fs::read_to_string(document).unwrap();
     let blocks = document.lines().filter(|line| line.starts_with("    "));
