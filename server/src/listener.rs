@@ -2,6 +2,7 @@
 //! peers that never get that far.
 
 mod calls;
+pub(crate) mod path_aware;
 
 use std::fmt::Display;
 use std::io;

@@ -99,8 +99,10 @@ fn handshake_along_a_long_path_limits_unsent_bytes_at_both_ends() {
                 let socket = SockRef::from(&stream);
                 let unsent = || socket.tcp_notsent_lowat().unwrap();
                 let before = unsent();
-                long_path::limit_unsent(&stream);
+                long_path::tune_link(&stream);
                 assert_eq!(unsent() != before, is_limited, "{host}");
+                long_path::restore_unsent(&stream);
+                assert_eq!(unsent(), before, "{host}");
             }
         }
     });

@@ -260,7 +260,8 @@ impl Inbound {
         }
     }
 
-    fn is_long(&self) -> bool {
+    /// Returns true if the path is a [`LONG_PATH`].
+    pub fn is_long(&self) -> bool {
         self.is_long.load(Ordering::Relaxed)
     }
 

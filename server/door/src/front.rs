@@ -87,7 +87,7 @@ impl Front {
             let serve = move |accepted| async move {
                 let _seat = seat;
                 if let Accepted::Tcp(stream, peer) = accepted {
-                    long_path::limit_unsent(&stream);
+                    long_path::tune_link(&stream);
                     // Not `run_until_cancelled`: its future would reserve space for the connection's future
                     // twice.
                     tokio::select! {
@@ -240,6 +240,7 @@ impl Front {
                 return;
             }
         };
+        long_path::limit_unread(&client, &connected.stream);
         let counted = self.metrics.count_connection();
         let unsent = received.get(connected.sent..).unwrap_or_default();
         if write_all(&connected.stream, unsent).await.is_err() {

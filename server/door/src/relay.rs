@@ -9,10 +9,12 @@ use std::cell::RefCell;
 use std::io;
 use std::net::Shutdown;
 use std::os::fd::OwnedFd;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use culvert_host::net::congestion::disable_bbr_on_loopback;
+use culvert_host::net::long_path::is_long;
 use culvert_host::net::silence::is_over;
 use culvert_stream::pump::idle;
 use culvert_stream::{CLOSE_STALL, CloseReason, HALF_OPEN_IDLE};
@@ -37,6 +39,9 @@ const PIPE_BYTES: usize = 256 * 1024;
 
 /// Requested capacity of a large pipe, in bytes; large pipes need fewer system calls (docs/decisions/0005).
 const LARGE_PIPE_BYTES: usize = 1024 * 1024;
+
+/// Bytes that one pipe moves at a time to a peer on a long path, where small messages wait behind them.
+const LONG_PATH_BYTES: usize = 64 * 1024;
 
 /// Largest number of large pipes: half of the limit of a user without privileges.
 const LARGE_PIPES: usize = 32;
@@ -86,6 +91,8 @@ struct Direction<'a> {
     total: &'a AtomicU64,
     /// Bytes of this connection.
     moved: AtomicU64,
+    /// Largest number of bytes that a pipe moves at a time, once known.
+    at_a_time: OnceLock<usize>,
     done: Notify,
     /// Set when `to` has reset the connection. The kernel reports ECONNRESET once; a later read of 0 from the
     /// socket is not an end of stream.
@@ -143,6 +150,7 @@ impl<'a> Relay<'a> {
             rests: AtomicBool::new(false),
             total,
             moved: AtomicU64::new(0),
+            at_a_time: OnceLock::new(),
             done: Notify::new(),
             reset: AtomicBool::new(false),
             lost: [from.lost, to.lost],
@@ -327,6 +335,13 @@ impl Direction<'_> {
         }
     }
 
+    fn at_a_time(&self) -> usize {
+        *self.at_a_time.get_or_init(|| match is_long(self.to) {
+            true => LONG_PATH_BYTES,
+            false => usize::MAX,
+        })
+    }
+
     /// Moves as many bytes as a pipe accepts at once; returns 0 at the end of the stream.
     async fn splice(&self) -> Result<usize, Broken> {
         loop {
@@ -335,7 +350,7 @@ impl Direction<'_> {
             let Ok(pipe) = Pipe::take() else {
                 return self.copy().await;
             };
-            let fill = || pipe.fill(self.from);
+            let fill = || pipe.fill(self.from, self.at_a_time());
             let filled = match self.from.try_io(Interest::READABLE, fill) {
                 Ok(filled) => filled,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -418,8 +433,9 @@ impl Pipe {
         });
     }
 
-    fn fill(&self, from: &TcpStream) -> io::Result<usize> {
-        Ok(splice(from, None, &self.write, None, self.bytes, FLAGS)?)
+    fn fill(&self, from: &TcpStream, most: usize) -> io::Result<usize> {
+        let bytes = self.bytes.min(most);
+        Ok(splice(from, None, &self.write, None, bytes, FLAGS)?)
     }
 
     fn drain(&self, to: &TcpStream, len: usize) -> io::Result<usize> {

@@ -21,6 +21,7 @@ use crate::backend::service::Agents;
 use crate::config::Mode;
 use crate::frontend::{Frontend, grpc::Proxy, http_connect};
 use crate::listener::ListenerContext;
+use crate::listener::path_aware::{LinkPath, PathAware};
 use crate::metrics::RejectReason;
 
 /// Serves the clients that connect to the front end, at most `max_connections` at a time.
@@ -149,14 +150,16 @@ pub(super) async fn serve_agents(
                     return;
                 };
                 let entered = Box::pin(async move {
-                    let (stream, address) = (ReadAhead::new(stream), peer.ip());
+                    let path = LinkPath::default();
+                    let stream = ReadAhead::new(PathAware::new(stream, path.clone()));
+                    let address = peer.ip();
                     let peer = peer.to_string();
                     // The handshake needs the agent's process, so a later process has a larger number.
                     let serial = next_serial();
                     let stream = context.handshake(stream, &peer, &candidate).await?;
                     let stream = Box::new(stream);
                     let tls = stream.get_ref().1;
-                    let agents = agents.of_peer(address, tls.peer_certificates());
+                    let agents = agents.of_peer(address, tls.peer_certificates()).along(path);
                     if tls.alpn_protocol() == Some(native::ALPN) {
                         let binding = tls::export(tls, EXPORTER_LABEL);
                         agents

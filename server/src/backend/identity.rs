@@ -9,6 +9,7 @@ use culvert_kube::tokens::{Account, AuthError};
 use rustls::pki_types::CertificateDer;
 
 use super::registry::NoPlace;
+use crate::listener::path_aware::LinkPath;
 use crate::metrics::RejectReason;
 
 /// Source of agents' ids (`--agent-id-from`). The id that an agent claims is then ignored.
@@ -28,6 +29,8 @@ pub(crate) struct AgentPeer {
     /// Common name of the agent's certificate, empty if the certificate has no usable name. `None` without a
     /// certificate.
     common_name: Option<Arc<str>>,
+    /// Tells the connection's socket about the path of the agent's link.
+    pub path: LinkPath,
 }
 
 /// Reason for refusing an agent. The agent receives the text.
@@ -65,6 +68,7 @@ impl AgentPeer {
         let leaf = certificates.and_then(<[_]>::first);
         let common_name = leaf.map(|leaf| common_name(leaf).unwrap_or_default().into());
         Self {
+            path: LinkPath::default(),
             address,
             common_name,
         }

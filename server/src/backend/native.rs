@@ -110,7 +110,8 @@ impl Agents {
             }
             Ok(Ok(Introduced::Resumed(resumption))) => {
                 candidate.admit();
-                self.sessions.resume(resumption, stream).await;
+                let path = &self.peer.path;
+                self.sessions.resume(resumption, stream, path).await;
                 return None;
             }
             Ok(Ok(Introduced::NotResumed)) => {
@@ -136,6 +137,7 @@ impl Agents {
         };
         candidate.admit();
         let inbound = Arc::new(Inbound::default());
+        self.peer.path.follow(&inbound);
         let NewAgent {
             hello,
             place,

@@ -15,6 +15,7 @@ use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tracing::info;
 
+use crate::listener::path_aware::LinkPath;
 use crate::metrics::{ResumeOutcome, ServerMetrics};
 
 /// Transport of a native agent connection.
@@ -64,6 +65,7 @@ struct Entry {
     /// Number of the connection that began the session.
     serial: u64,
     session: Arc<AgentSession>,
+    inbound: Arc<Inbound>,
 }
 
 /// Entry of a session; dropping the value removes the entry.
@@ -113,13 +115,14 @@ impl Sessions {
         owner: Owner,
         serial: u64,
     ) -> (ResumableIo<AnyTransport>, SessionGuard) {
-        let stream = ResumableIo::accepting(transport, inbound, self.grace);
+        let stream = ResumableIo::accepting(transport, inbound.clone(), self.grace);
         let id = ticket.id;
         let entry = Entry {
             ticket,
             owner,
             serial,
             session: stream.session(),
+            inbound,
         };
         self.table.lock().insert(Arc::new(entry));
         let sessions = self.clone();
@@ -183,8 +186,14 @@ impl Sessions {
     }
 
     /// Continues a session on another transport.
-    pub(crate) async fn resume(&self, resumption: Resumption, transport: AnyTransport) {
+    pub(crate) async fn resume(
+        &self,
+        resumption: Resumption,
+        transport: AnyTransport,
+        path: &LinkPath,
+    ) {
         let Resumption { entry, received } = resumption;
+        path.follow(&entry.inbound);
         let attached = Attached {
             transport,
             base: Base::Answer {
@@ -452,7 +461,8 @@ mod tests {
         let found = sessions.find(&request(&ticket), &own, Some(&BINDING));
         drop(opened);
         let (near, mut far) = duplex(1024);
-        sessions.resume(found.unwrap(), Box::new(near)).await;
+        let path = LinkPath::default();
+        sessions.resume(found.unwrap(), Box::new(near), &path).await;
         let mut answer = String::new();
         far.read_to_string(&mut answer).await.unwrap();
         assert!(answer.starts_with("HTTP/1.1 409 "), "{answer}");

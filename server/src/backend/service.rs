@@ -24,6 +24,7 @@ use super::resume::{Owner, Sessions};
 use super::second_link::SecondLinks;
 use super::{Backend, Place, Registration, Registry};
 use crate::listener::PeerConnection;
+use crate::listener::path_aware::LinkPath;
 use crate::metrics::{Listener, ServerMetrics, ServiceMethod};
 
 /// Serves the agents of a server.
@@ -140,6 +141,12 @@ impl Agents {
         certificates: Option<&[CertificateDer<'_>]>,
     ) -> Self {
         self.peer = AgentPeer::new(address, certificates);
+        self
+    }
+
+    /// Returns the service for a connection whose socket follows the path of the agent's link.
+    pub(crate) fn along(mut self, path: LinkPath) -> Self {
+        self.peer.path = path;
         self
     }
 

@@ -15,6 +15,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::net::IpAddr;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -316,6 +317,12 @@ impl<S> Gated<S> {
     /// Returns the stream of the peer.
     pub fn get_ref(&self) -> &S {
         &self.inner
+    }
+}
+
+impl<S: AsFd> AsFd for Gated<S> {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.inner.as_fd()
     }
 }
 

@@ -1,6 +1,7 @@
 //! Options of TCP connections with a long round trip, on which small messages wait long beside bulk.
 
 use std::io;
+use std::os::fd::AsFd;
 use std::sync::LazyLock;
 use std::time::Duration;
 
@@ -16,6 +17,13 @@ use super::options::tcp_info;
 /// buffer is a limit.
 const UNSENT_BYTES: u32 = 128 * 1024;
 
+/// Requested receive buffer of a short path before a long one, in bytes. The kernel grants at most `net.core.rmem_max`,
+/// 208 KiB by default, and doubles it. About half of the result is the window.
+const UNREAD_BYTES: usize = 256 * 1024;
+
+/// Largest round trip at which a window of [`UNREAD_BYTES`] permits 400 MiB/s.
+const NEAR: Duration = Duration::from_micros(500);
+
 /// Requested send buffer, in bytes. The kernel doubles it, to the largest window of a stream.
 const SEND_BUFFER_BYTES: usize = 16 * 1024 * 1024;
 
@@ -25,22 +33,36 @@ static SEND_BUFFER: LazyLock<Option<usize>> = LazyLock::new(|| {
     (granted > largest_automatic_send_buffer()?).then_some(SEND_BUFFER_BYTES)
 });
 
-/// Limits the unsent bytes of a new connection if its handshake took as long as on a [`LONG_PATH`]. The kernel knows the
-/// round trip to the next TCP peer only, which may be a proxy.
-pub fn limit_unsent(stream: &TcpStream) {
-    if is_long(stream) {
-        set_unsent(stream);
+/// Limits the unsent bytes of a connection whose path is known to be long.
+pub fn limit_unsent(stream: &impl AsFd) {
+    // A failure leaves the kernel's default, and small messages wait longer beside bulk.
+    let _ = SockRef::from(stream).set_tcp_notsent_lowat(UNSENT_BYTES);
+}
+
+/// Undoes [`limit_unsent`].
+pub fn restore_unsent(stream: &impl AsFd) {
+    // 0 stands for the kernel's default.
+    let _ = SockRef::from(stream).set_tcp_notsent_lowat(0);
+}
+
+/// Limits the bytes that wait in a proxy between a peer on a long path and a `near` one. The kernel enlarges a receive
+/// buffer up to megabytes if its reader is slow, and small messages wait behind these bytes.
+pub fn limit_unread(far: &TcpStream, near: &TcpStream) {
+    if is_long(far) && shortest_round_trip(near).is_some_and(|time| time <= NEAR) {
+        // A failure leaves the kernel's choice.
+        let _ = SockRef::from(near).set_recv_buffer_size(UNREAD_BYTES);
     }
 }
 
-/// Limits the unsent bytes of a new link as [`limit_unsent`] does, and requests a larger send buffer if the link uses
-/// BBR. BBR starts with 2.9 times the bandwidth-delay product in flight. If the send buffer is smaller, the startup
-/// phase does not end, and the queue of the path stays full (docs/decisions/0020).
+/// Limits the unsent bytes of a new connection if its handshake took as long as on a [`LONG_PATH`], and requests a larger
+/// send buffer if the connection uses BBR. BBR starts with 2.9 times the bandwidth-delay product in flight. If the send
+/// buffer is smaller, the startup phase does not end, and the queue of the path stays full (docs/decisions/0020). The kernel
+/// knows the round trip to the next TCP peer only, which may be a proxy.
 pub fn tune_link(stream: &TcpStream) {
     if !is_long(stream) {
         return;
     }
-    set_unsent(stream);
+    limit_unsent(stream);
     if let Some(bytes) = *SEND_BUFFER
         && is_bbr(congestion(stream).as_bytes())
     {
@@ -49,16 +71,21 @@ pub fn tune_link(stream: &TcpStream) {
     }
 }
 
-fn set_unsent(stream: &TcpStream) {
-    // A failure leaves the kernel's default, and small messages wait longer beside bulk.
-    let _ = SockRef::from(stream).set_tcp_notsent_lowat(UNSENT_BYTES);
+/// Returns true for a [`LONG_PATH`], by the shortest round trip. On a new connection, the handshake is the only one.
+/// Without TCP timestamps, a repeated handshake yields no round trip, and counts as long.
+pub fn is_long(stream: &TcpStream) -> bool {
+    shortest_round_trip(stream).is_none_or(|time| time >= LONG_PATH)
 }
 
-/// Returns true if the handshake took as long as on a long path. Without TCP timestamps, a repeated handshake yields no
-/// round trip, and counts as long.
-fn is_long(stream: &TcpStream) -> bool {
-    let round_trip = tcp_info(stream).map_or(0, |info| info.tcpi_rtt);
-    round_trip == 0 || Duration::from_micros(round_trip.into()) >= LONG_PATH
+/// Returns the shortest round trip so far; `None` if the kernel has measured none.
+fn shortest_round_trip(stream: &TcpStream) -> Option<Duration> {
+    let info = tcp_info(stream).ok()?;
+    let time = match info.tcpi_min_rtt {
+        // Not measured, or an older kernel.
+        0 | u32::MAX => info.tcpi_rtt,
+        shortest => shortest,
+    };
+    (time > 0).then(|| Duration::from_micros(time.into()))
 }
 
 /// Returns the send buffer that the kernel grants on request (`net.core.wmem_max`, socket(7)), in bytes.
