@@ -237,8 +237,9 @@ impl Bound {
         }
         quic::check_buffers(&self.quic);
         let parts = self.quic.len();
+        let drain = quic::Drain::of(parts);
         for (shard, socket) in front.shards.ids().zip(self.quic) {
-            let serve = quic::serve(front.clone(), socket, parts, closing.clone());
+            let serve = quic::serve(front.clone(), socket, parts, drain.clone(), closing.clone());
             front.shards.spawn(shard, &accepting, serve);
         }
         if let (Some((listener, tls)), Some(tunneling)) = (self.tunneling, self.config.tunneling) {

@@ -22,6 +22,7 @@ pub mod initial;
 use std::io::{self, IoSliceMut};
 use std::net::{SocketAddr, UdpSocket};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use anyhow::Context as _;
@@ -66,6 +67,9 @@ struct Listener {
     lines: u32,
     /// Log lines left out since the last sweep.
     left_out: u64,
+    drain: Arc<Drain>,
+    /// True if this socket counts as busy in `drain`.
+    is_busy: bool,
 }
 
 /// Opens the sockets of the QUIC listeners, one for each thread.
@@ -85,20 +89,50 @@ pub(crate) fn bind(address: SocketAddr, threads: usize) -> anyhow::Result<Vec<Ud
     })
 }
 
+/// The sockets of a drain. If one socket closed before the others, the kernel would move clients between the others,
+/// which do not have their flows.
+pub(crate) struct Drain {
+    /// Number of sockets with flows in use.
+    busy: AtomicUsize,
+    /// Fires once no socket has a flow in use.
+    over: CancellationToken,
+}
+
+impl Drain {
+    /// Creates the drain of a number of sockets. All count as busy.
+    pub(crate) fn of(sockets: usize) -> Arc<Self> {
+        Arc::new(Self {
+            busy: AtomicUsize::new(sockets),
+            over: CancellationToken::new(),
+        })
+    }
+
+    /// Accounts for a socket whose flows have fallen silent.
+    fn rests(&self) {
+        if self.busy.fetch_sub(1, Ordering::Relaxed) == 1 {
+            self.over.cancel();
+        }
+    }
+}
+
 /// Serves one of `parts` sockets until `until` fires and the flows have moved to other replicas.
 pub(crate) async fn serve(
     front: Arc<Front>,
     socket: UdpSocket,
     parts: usize,
+    drain: Arc<Drain>,
     until: CancellationToken,
 ) {
     match Wire::new(socket) {
         Ok(wire) => {
-            let listener = Listener::new(front, Arc::new(wire), parts);
+            let listener = Listener::new(front, Arc::new(wire), parts, drain);
             essential("QUIC", until.clone(), listener.run(until)).await;
         }
         // The closed socket gets no datagrams.
-        Err(error) => warn!(%error, "a thread cannot serve QUIC; the other threads continue"),
+        Err(error) => {
+            drain.rests();
+            warn!(%error, "a thread cannot serve QUIC; the other threads continue");
+        }
     }
 }
 
@@ -117,8 +151,10 @@ pub(crate) fn check_buffers(sockets: &[UdpSocket]) {
 // === impl Listener ===
 
 impl Listener {
-    fn new(front: Arc<Front>, wire: Arc<Wire>, parts: usize) -> Self {
+    fn new(front: Arc<Front>, wire: Arc<Wire>, parts: usize, drain: Arc<Drain>) -> Self {
         Self {
+            drain,
+            is_busy: true,
             hellos: Hellos::new(parts),
             flows: Flows::new(front.clone(), wire.clone(), parts),
             front,
@@ -132,12 +168,8 @@ impl Listener {
         let mut input = vec![0; BUFFERS * BUFFER_BYTES];
         let mut sweep = interval(SWEEP);
         sweep.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let (wire, front) = (self.wire.clone(), self.front.clone());
+        let (wire, front, drain) = (self.wire.clone(), self.front.clone(), self.drain.clone());
         loop {
-            // New connections are served during a drain, too: other replicas continue them.
-            if until.is_cancelled() && self.flows.are_idle_for(QUIET, Instant::now()) {
-                return;
-            }
             tokio::select! {
                 ready = wire.socket.readable() => match ready {
                     Ok(()) => {
@@ -151,8 +183,14 @@ impl Listener {
                     // The runtime is ending.
                     Err(_) => return,
                 },
-                _ = sweep.tick() => self.sweep(),
-                () = until.cancelled(), if !until.is_cancelled() => {}
+                _ = sweep.tick() => {
+                    self.sweep();
+                    // New connections are served during a drain, too: other replicas continue them.
+                    if until.is_cancelled() {
+                        self.drain();
+                    }
+                }
+                () = drain.over.cancelled() => return,
                 () = front.cut.cancelled() => return,
             }
         }
@@ -243,6 +281,17 @@ impl Listener {
                 .send(key, header, &datagram, datagram.len(), None);
         }
         Ok(())
+    }
+
+    /// Tells the drain whether the flows of this socket are in use.
+    fn drain(&mut self) {
+        let is_busy = !self.flows.are_idle_for(QUIET, Instant::now());
+        match (self.is_busy, is_busy) {
+            (true, false) => self.drain.rests(),
+            (false, true) => drop(self.drain.busy.fetch_add(1, Ordering::Relaxed)),
+            _ => {}
+        }
+        self.is_busy = is_busy;
     }
 
     fn sweep(&mut self) {
