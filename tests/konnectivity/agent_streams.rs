@@ -122,6 +122,8 @@ async fn refused_agent_keeps_the_default_window_and_16_streams() {
         timely("room in the window", room).await.unwrap().unwrap()
     };
     let capacity = tokio::select! {
+        // Polled first: the answer to the second call ends its stream.
+        biased;
         capacity = calls => capacity,
         ended = &mut connection => panic!("the connection ended: {ended:?}"),
     };
