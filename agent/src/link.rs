@@ -1,5 +1,6 @@
 //! A native link that may resume.
 
+use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -9,7 +10,9 @@ use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_native::resume::{Session, State, Ticket};
 use metrics::Gauge;
 use parking_lot::Mutex;
+use socket2::SockRef;
 use tokio::net::TcpStream;
+use tokio::sync::Notify;
 use tokio_rustls::client::TlsStream;
 
 use crate::metrics::AgentMetrics;
@@ -35,6 +38,7 @@ pub(crate) struct LinkSocket {
     /// `None` after the end of the link.
     socket: Option<OwnedFd>,
     generation: u64,
+    replaced: Arc<Notify>,
 }
 
 /// Counts a server as away until its link resumes, or until the value is dropped.
@@ -51,13 +55,26 @@ impl LinkSocket {
         Self {
             socket: Some(socket),
             generation: 0,
+            replaced: Arc::default(),
         }
+    }
+
+    /// Returns the address of the server, if the socket is connected.
+    pub(crate) fn server(&self) -> Option<SocketAddr> {
+        let socket = SockRef::from(self.socket.as_ref()?);
+        socket.peer_addr().ok()?.as_socket()
+    }
+
+    /// Returns a signal of the next replacement. One replacement before the wait counts.
+    pub(crate) fn replaced(&self) -> Arc<Notify> {
+        self.replaced.clone()
     }
 
     /// Replaces the socket: the link has resumed.
     pub(crate) fn replace(&mut self, socket: Option<OwnedFd>) {
         self.socket = socket;
         self.generation += 1;
+        self.replaced.notify_one();
     }
 
     /// Closes the socket: the link has ended.
@@ -88,21 +105,55 @@ impl Absence {
         self.away.is_some()
     }
 
-    /// Follows the state of a link. Never ends. Cancel safe.
-    pub(crate) async fn follow(&mut self, session: Option<&Session<Tls>>) {
+    /// Follows the state of a link, and calls `changed` after each change of [`Absence::is_away`]. Never ends. Cancel safe.
+    pub(crate) async fn follow(&mut self, session: Option<&Session<Tls>>, changed: impl Fn()) {
         let Some(session) = session else {
             return std::future::pending().await;
         };
         let mut state = session.state();
         loop {
-            match (*state.borrow_and_update(), &self.away) {
-                (State::Away, None) => self.away = Some(GaugeGuard::new(&self.gauge)),
-                (State::Attached | State::Silent, Some(_)) => self.away = None,
+            let now = *state.borrow_and_update();
+            match (now, &self.away) {
+                (State::Away, None) => {
+                    self.away = Some(GaugeGuard::new(&self.gauge));
+                    changed();
+                }
+                (State::Attached | State::Silent, Some(_)) => {
+                    self.away = None;
+                    changed();
+                }
                 _ => {}
             }
             if state.changed().await.is_err() {
                 return std::future::pending().await;
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+
+    use std::net::{TcpListener, TcpStream};
+
+    use futures_util::FutureExt as _;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn replaced_socket_shows_the_new_address() {
+        let listeners = [0, 1].map(|_| TcpListener::bind("127.0.0.1:0").unwrap());
+        let addresses = [0, 1].map(|at: usize| listeners[at].local_addr().unwrap());
+        let connect = |at: usize| OwnedFd::from(TcpStream::connect(addresses[at]).unwrap());
+        let mut link = LinkSocket::new(connect(0));
+        let replaced = link.replaced();
+        assert_eq!(link.server(), Some(addresses[0]));
+        assert_eq!(replaced.notified().now_or_never(), None);
+        link.replace(Some(connect(1)));
+        assert_eq!(link.server(), Some(addresses[1]));
+        assert_eq!(replaced.notified().now_or_never(), Some(()));
+        link.close();
+        assert_eq!(link.server(), None);
     }
 }

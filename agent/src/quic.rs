@@ -77,7 +77,9 @@ pub(crate) struct Origin {
 
 /// The second link to a server, not connected yet.
 pub(crate) struct Second {
-    remote: SocketAddr,
+    /// Address of the server over TCP at first, and the port for QUIC; `None` is the port of TCP.
+    server: SocketAddr,
+    port: Option<u16>,
     session: HeaderValue,
     server_id: String,
     /// Socket of the TCP connection.
@@ -119,10 +121,9 @@ impl Second {
         tls: ClientTls,
         config: &Arc<Config>,
     ) -> Self {
-        let mut remote = origin.server;
-        remote.set_port(offer.port.unwrap_or(remote.port()));
         Self {
-            remote,
+            server: origin.server,
+            port: offer.port,
             session: offer.session,
             server_id,
             socket: Arc::new(Mutex::new(LinkSocket::new(origin.socket))),
@@ -135,15 +136,16 @@ impl Second {
     /// continue until the server ends the link.
     pub(crate) async fn run(self, agent: Arc<Agent>, cuts: Cuts, ended: CancellationToken) {
         let Self {
-            remote,
+            server,
+            port,
             session,
             server_id,
             socket,
             tls,
             config,
         } = self;
-        let probe = Probe {
-            remote,
+        let mut probe = Probe {
+            remote: server,
             session,
             server_id,
             tls,
@@ -158,7 +160,12 @@ impl Second {
         let links = async {
             let (mut pause, mut last_error) = (FIRST_PAUSE, String::new());
             let mut others = OTHER_SERVERS;
+            let replaced = socket.lock().replaced();
             while !ended.is_cancelled() {
+                // A link that has resumed may have another address.
+                let mut server = socket.lock().server().unwrap_or(probe.remote);
+                server.set_port(port.unwrap_or(server.port()));
+                probe.remote = server;
                 let connected = tokio::select! {
                     connected = probe.connect() => connected,
                     () = ended.cancelled() => return,
@@ -194,15 +201,17 @@ impl Second {
                         debug!(error, "still no QUIC link")
                     }
                     Err(NoLink::OtherServer(error) | NoLink::Failed(error)) => {
-                        info!(error, server = %remote, "no QUIC link, TCP carries all connections");
+                        info!(error, server = %probe.remote, "no QUIC link, TCP carries all connections");
                         last_error = error;
                     }
                 }
                 tokio::select! {
-                    () = sleep(pause.mul_f64(rand::random_range(0.9..1.1))) => {}
+                    () = sleep(pause.mul_f64(rand::random_range(0.9..1.1))) => {
+                        pause = (pause * 2).min(LONGEST_PAUSE);
+                    }
+                    () = replaced.notified() => (pause, others) = (FIRST_PAUSE, OTHER_SERVERS),
                     () = ended.cancelled() => return,
                 }
-                pause = (pause * 2).min(LONGEST_PAUSE);
             }
         };
         tokio::join!(close, links);

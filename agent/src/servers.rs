@@ -290,7 +290,7 @@ impl Servers {
             ended = server.clone().run(taker) => (ended, false),
             reason = kept => (Err(reason), true),
             () = server.on_notices(|| self.changes.notify_one()) => (Err("the notices ended".into()), false),
-            () = absence.follow(session.as_deref()) => (Err("the watch ended".into()), false),
+            () = absence.follow(session.as_deref(), || self.changes.notify_one()) => (Err("the watch ended".into()), false),
         };
         if absence.is_away() && !is_given_up && !self.agent.shutdown.is_cancelled() {
             let resumes = &self.agent.metrics.resumes;

@@ -140,7 +140,7 @@ label_values! {
     pub enum QuicDial("outcome") {
         /// The connection was opened.
         Opened = "opened",
-        /// The agent refused the dial.
+        /// The agent refused the dial, or did not answer in time.
         Failed = "failed",
         /// The link was silent or ended, and the dial moved to the TCP connection of the agent.
         Moved = "moved",
@@ -347,7 +347,7 @@ impl ServerMetrics {
             quic_dials: Family::new(
                 &registry,
                 "culvert_quic_dials_total",
-                "Dials over QUIC links, by outcome. A moved dial continues over TCP.",
+                "Dials over QUIC links, by outcome. A moved dial continues over TCP. Dials that their clients cancel do not count.",
             )
             .at_zero(LabelSet::all()),
             registry,

@@ -2,7 +2,7 @@
 //!
 //! `h2` reads nothing while a PING or its answer waits behind a frame that the stream does not accept. If both ends did so
 //! at once, each would wait for the other to read. So the client end reads ahead: the server end can then finish its
-//! frame, reads again, and the client end can finish its own. There is room for one frame of the server end.
+//! frame, reads again, and the client end can finish its own.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -17,9 +17,9 @@ use tokio_util::io::poll_read_buf;
 use super::FRAME_BYTES;
 use super::window::Inbound;
 
-/// Largest number of bytes read while a write waits: more than the peer writes before it reads, which is a frame, a buffer
-/// of `h2` of 16 KiB, and a buffer of TLS of 64 KiB.
-const AHEAD_BYTES: usize = 2 * FRAME_BYTES;
+/// Largest number of bytes read while a write waits: more than the peer writes before it reads, which is a frame with a
+/// buffer of 16 KiB in `h2`, a frame in the buffer of a resumable link, and a buffer of 256 KiB in TLS.
+const AHEAD_BYTES: usize = 4 * FRAME_BYTES;
 
 /// Bytes of one read while a write waits.
 const READ_BYTES: usize = 16 * 1024;

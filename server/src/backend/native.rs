@@ -3,9 +3,11 @@
 mod halves;
 mod introduction;
 
+use std::future::poll_fn;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::task::Poll;
 use std::time::Duration;
 
 use culvert_host::net::admission::Candidate;
@@ -25,7 +27,7 @@ use culvert_stream::{CloseReason, Dial};
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
 use http::{Request, StatusCode, Uri};
-use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::task::unconstrained;
 use tokio::time::{Instant, sleep, timeout_at};
 use tokio_util::sync::CancellationToken;
@@ -110,8 +112,15 @@ impl Agents {
             }
             Ok(Ok(Introduced::Resumed(resumption))) => {
                 candidate.admit();
-                let path = &self.peer.path;
-                self.sessions.resume(resumption, stream, path).await;
+                // A late answer must not replace the connection of a later request.
+                match has_left(&mut stream).await {
+                    true => debug!(peer, "the agent left before it could resume its link"),
+                    false => {
+                        self.sessions
+                            .resume(resumption, stream, &self.peer.path)
+                            .await
+                    }
+                }
                 return None;
             }
             Ok(Ok(Introduced::NotResumed)) => {
@@ -438,6 +447,16 @@ async fn broke(session: Option<&AgentSession>) {
         Some(session) => session.broke().await,
         None => std::future::pending().await,
     }
+}
+
+/// Returns true if the peer of a connection has closed it, or sends something before it got an answer.
+async fn has_left(stream: &mut (impl AsyncRead + Unpin)) -> bool {
+    let mut byte = [0];
+    poll_fn(|cx| {
+        let mut buffer = ReadBuf::new(&mut byte);
+        Poll::Ready(Pin::new(&mut *stream).poll_read(cx, &mut buffer).is_ready())
+    })
+    .await
 }
 
 #[cfg(test)]

@@ -31,7 +31,11 @@ pub(super) async fn dial(
     loop {
         if let Some(link) = link {
             let dialed = timeout_at(deadline, over_quic(agent, &link, dial, &counted)).await;
-            if let Some(outcome) = dialed.unwrap_or(Some(Err(StreamDialError::TimedOut))) {
+            let outcome = dialed.unwrap_or_else(|_| {
+                agent.metrics.quic_dials.get(QuicDial::Failed).increment(1);
+                Some(Err(StreamDialError::TimedOut))
+            });
+            if let Some(outcome) = outcome {
                 return outcome;
             }
         }

@@ -325,10 +325,8 @@ impl QuicSink {
             });
             return;
         }
-        if self.written == 0 {
-            let _ = stream.reset(code);
-            return;
-        }
+        // Also for a stream without bytes: quinn keeps a record of `stopped` for the life of a link, unless the peer stops
+        // the stream.
         let end = End {
             stream: self.state.id(),
             reason,

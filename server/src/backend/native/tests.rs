@@ -240,3 +240,14 @@ async fn late_introduction_of_an_earlier_process_does_not_end_the_link_of_its_su
         () = server.serve_as(late_near, earlier_serial, binding) => panic!("the connection ended"),
     }
 }
+
+#[tokio::test]
+async fn peer_that_waits_for_an_answer_has_not_left() {
+    let (mut near, mut far) = duplex(64);
+    assert!(!has_left(&mut near).await);
+    far.write_all(b"x").await.unwrap();
+    assert!(has_left(&mut near).await);
+    let (mut near, far) = duplex(64);
+    drop(far);
+    assert!(has_left(&mut near).await);
+}

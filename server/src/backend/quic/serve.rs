@@ -50,9 +50,12 @@ enum LinkRefusal {
     /// The agent was refused.
     #[error(transparent)]
     Agent(#[from] AgentRefusal),
-    /// The session does not exist, or another agent began it.
+    /// The session does not exist here: a load balancer has chosen another server than for TCP.
     #[error("{NO_SESSION}; it connects over TCP first")]
-    Session,
+    NoSession,
+    /// Another agent began the session.
+    #[error("{NO_SESSION}; it connects over TCP first")]
+    NotItsSession,
     /// The agent has too many QUIC connections.
     #[error("the agent has too many QUIC connections; it waits for the end of earlier ones")]
     TooMany,
@@ -101,12 +104,16 @@ impl Agents {
                         debug!(peer, %why, "the agent left before its introduction over QUIC");
                         return;
                     }
-                    LinkRefusal::Hello(_) => RejectReason::Garbage,
-                    LinkRefusal::Agent(refusal) => refusal.reason(),
-                    LinkRefusal::Session => RejectReason::Unauthenticated,
-                    LinkRefusal::TooMany => RejectReason::TooManyConnections,
+                    LinkRefusal::NoSession => None,
+                    LinkRefusal::Hello(_) => Some(RejectReason::Garbage),
+                    LinkRefusal::Agent(refusal) => Some(refusal.reason()),
+                    LinkRefusal::NotItsSession => Some(RejectReason::Unauthenticated),
+                    LinkRefusal::TooMany => Some(RejectReason::TooManyConnections),
                 };
-                context.reject(reason, &peer, &why.to_string());
+                match reason {
+                    Some(reason) => context.reject(reason, &peer, &why.to_string()),
+                    None => debug!(peer, %why, "no QUIC link"),
+                }
                 // The agent closes the connection when it has read the reason.
                 let _ = timeout(REFUSAL_LINGER, connection.closed()).await;
                 return;
@@ -146,7 +153,7 @@ impl Agents {
         };
         // Before the review of the token, so that agents of lost sessions cost little.
         let checked = match second {
-            None => Err(LinkRefusal::Session),
+            None => Err(LinkRefusal::NoSession),
             Some(second) => match self.authenticate(&metadata, &mut hello).await {
                 Ok(identity)
                     // A process has one place, so the introduction over QUIC does not repeat it.
@@ -158,7 +165,7 @@ impl Agents {
                         None => Err(LinkRefusal::TooMany),
                     }
                 }
-                Ok(_) => Err(LinkRefusal::Session),
+                Ok(_) => Err(LinkRefusal::NotItsSession),
                 Err(refusal) => Err(refusal.into()),
             },
         };
