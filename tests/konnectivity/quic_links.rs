@@ -346,7 +346,12 @@ fn silence_of_the_tcp_connection_delays_no_stream_and_no_dial_over_quic() {
         return;
     }
     alone(async || {
-        let link = Link::start(Conditions::default(), 1).unwrap();
+        // Without a rate, the downloads take all time of the processors.
+        let conditions = Conditions {
+            rate: Some(12.5e6),
+            ..Conditions::default()
+        };
+        let link = Link::start(conditions, 1).unwrap();
         let services = Services::start().await.unwrap();
         let topology = start("--transport=quic").await;
         wait_for_quic(&topology, &services).await;
