@@ -18,6 +18,12 @@ fn either_side_renegotiates_under_traffic_without_loss() {
             // 100 s, so that key ids wrap from 7 to 1.
             assert_eq!(sim.traffic(10_000, Duration::from_millis(10)), 0);
             sim.run(Duration::from_secs(1));
+            // The times of renegotiations are random, so one may be in progress.
+            for _ in 0..100 {
+                if sim.client.rekeys() != sim.server.rekeys() {
+                    sim.run(Duration::from_millis(10));
+                }
+            }
             assert!(sim.client.rekeys() >= 11, "{}", sim.client.rekeys());
             assert_eq!(sim.client.rekeys(), sim.server.rekeys());
             assert_eq!(
