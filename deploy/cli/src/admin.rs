@@ -189,3 +189,24 @@ fn understand(code: StatusCode, expected: StatusCode, body: &[u8]) -> anyhow::Re
         _ => bail!("{}", text.trim_end()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(clap::Parser)]
+    struct Cli {
+        #[command(flatten)]
+        admin: Admin,
+    }
+
+    #[test]
+    fn address_of_the_admin_listener_counts_although_a_socket_is_set() {
+        let address = ["--admin=h:1", "--ca-cert=a", "--cert=c", "--key=k"];
+        let words = ["culvert", "--admin-uds=/run/admin.sock"].into_iter();
+        let cli = <Cli as clap::Parser>::parse_from(words.clone().chain(address));
+        assert_eq!(cli.admin.name(), "h:1");
+        let cli = <Cli as clap::Parser>::parse_from(words);
+        assert_eq!(cli.admin.name(), "/run/admin.sock");
+    }
+}

@@ -485,6 +485,25 @@ fn commands_of_a_plan_repeat_the_values_of_its_flags() {
 }
 
 #[test]
+fn plan_repeats_every_flag_that_overrides_the_files() {
+    let command = <Cli as clap::CommandFactory>::command();
+    let render = command.find_subcommand("render").unwrap();
+    let heading = Some("Values that override the files");
+    let values = render
+        .get_arguments()
+        .filter(|it| it.get_help_heading() == heading);
+    let flags: Vec<String> = values
+        .map(|flag| format!("--{}=1", flag.get_long().unwrap()))
+        .collect();
+    assert!(flags.len() > 10, "{flags:?}");
+    let options = parsed(&format!("render c.yaml {}", flags.join(" ")));
+    let again = shlex::split(&options.input_arguments().unwrap()).unwrap();
+    for flag in flags {
+        assert!(again.contains(&flag), "{flag} in {again:?}");
+    }
+}
+
+#[test]
 fn only_our_agent_gets_the_flag_of_its_drain() {
     let flag = "--drain-timeout=25s".to_owned();
     let arguments = |more: &str| {
