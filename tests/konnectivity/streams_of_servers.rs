@@ -6,6 +6,7 @@ use culvert_konnectivity::message::{ConnectId, DialId, Message};
 use culvert_tests::metrics::{http_get, scrape};
 use culvert_tests::{Signal, eventually};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
 
 use crate::endpoints::{Endpoint, reset};
 use crate::scripts::{Call, Server, close_request, close_response, data, dial};
@@ -222,22 +223,27 @@ async fn stock_server_gets_a_close_for_every_ended_connection() {
     lone.shows("open_endpoint_connections", 0.0).await;
 }
 
-#[tokio::test]
-async fn bytes_before_a_close_arrive_although_the_stream_ends() {
+/// Sends bytes and a close to an endpoint that does not read, and ends the stream. Returns once the agent has seen the end.
+async fn end_with_unread_bytes(args: &[&str]) -> (Lone, Server, TcpStream, Vec<u8>) {
     let endpoint = Endpoint::start().await;
     let target = endpoint.addr().to_string();
-    let (_lone, mut server, mut call) = connected().await;
+    let (lone, mut server, mut call) = connected_with(args).await;
     assert_eq!(dialed(&mut call, 1, "tcp", &target).await.0, 1);
-    let mut far = endpoint.accept().await;
-    // More than the kernel takes while the endpoint does not read.
+    let far = endpoint.accept().await;
+    // More than the kernel takes.
     let bytes = vec![3; 5 * 1024 * 1024];
     for piece in bytes.chunks(64 * 1024) {
         call.say(data(1, piece)).await;
     }
     call.say(close_request(1)).await;
     drop(call);
-    // The agent has seen the end of the stream.
     server.call().await;
+    (lone, server, far, bytes)
+}
+
+#[tokio::test]
+async fn bytes_before_a_close_arrive_although_the_stream_ends() {
+    let (_lone, _server, mut far, bytes) = end_with_unread_bytes(&[]).await;
     let mut received = Vec::new();
     let ended = timely("the last bytes", far.read_to_end(&mut received)).await;
     assert!(
@@ -249,17 +255,7 @@ async fn bytes_before_a_close_arrive_although_the_stream_ends() {
 
 #[tokio::test]
 async fn agent_stops_although_an_endpoint_does_not_read_the_last_bytes() {
-    let endpoint = Endpoint::start().await;
-    let target = endpoint.addr().to_string();
-    let (mut lone, mut server, mut call) = connected_with(&["--drain-timeout=1s"]).await;
-    assert_eq!(dialed(&mut call, 1, "tcp", &target).await.0, 1);
-    let mut far = endpoint.accept().await;
-    for piece in vec![3; 5 * 1024 * 1024].chunks(64 * 1024) {
-        call.say(data(1, piece)).await;
-    }
-    call.say(close_request(1)).await;
-    drop(call);
-    server.call().await;
+    let (mut lone, _server, mut far, _) = end_with_unread_bytes(&["--drain-timeout=1s"]).await;
     lone.program().signal(Signal::TERM);
     eventually("the end of the agent", LIMIT, async || {
         lone.program().exited().is_some()

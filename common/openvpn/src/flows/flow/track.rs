@@ -151,9 +151,11 @@ impl Track {
         let Some(first) = self.first.filter(|_| !segment.payload().is_empty()) else {
             return false;
         };
-        let lengths = [segment.payload().len(), capacity].map(|length| length as u32);
-        let end = segment.sequence().wrapping_add(lengths[0]);
-        before(first.wrapping_add(read).wrapping_add(lengths[1]), end)
+        let end = segment
+            .sequence()
+            .wrapping_add(segment.payload().len() as u32);
+        let limit = first.wrapping_add(read).wrapping_add(capacity as u32);
+        before(limit, end)
     }
 
     /// Returns the limit for the next advertised window.

@@ -10,6 +10,16 @@ use crate::ip::{Icmp, Packet, Segment, flags, kind};
 
 const SECOND: Duration = Duration::from_secs(1);
 
+/// Returns the packets that the dialing side sends now.
+fn sent(net: &mut Net) -> Vec<Vec<u8>> {
+    let mut packets = Vec::new();
+    net.a.flows.poll_output(net.now, &mut |packet| {
+        packets.push(packet.to_vec());
+        true
+    });
+    packets
+}
+
 #[test]
 fn incoming_event_reports_source_and_destination() {
     let mut net = Net::new();
@@ -347,11 +357,7 @@ fn pings_are_answered_and_unexpected_syns_are_reset() {
     let ping = echo(POD, SocketAddrV4::new(SERVER, 0), false, 0x1234);
     assert_eq!(net.a.flows.input(&ping, now), Input::Unknown);
     assert!(net.a.flows.echo(&ping, now));
-    let mut replies = Vec::new();
-    net.a.flows.poll_output(now, &mut |packet| {
-        replies.push(packet.to_vec());
-        true
-    });
+    let replies = sent(&mut net);
     let reply = Packet::parse(&replies[0]).unwrap();
     assert_eq!(reply.source(), SERVER);
     assert_eq!(reply.destination(), *POD.ip());
@@ -373,13 +379,9 @@ fn pings_are_answered_and_unexpected_syns_are_reset() {
 #[test]
 fn resets_are_rate_limited() {
     let mut net = Net::new();
-    let mut syn = Vec::new();
     let id = net.dial(POD, 0);
     let now = net.now;
-    net.a.flows.poll_output(now, &mut |packet| {
-        syn = packet.to_vec();
-        true
-    });
+    let syn = sent(&mut net).remove(0);
     net.a.flows.abort(id);
     let segment = Packet::parse(&syn).unwrap();
     assert!(Segment::parse(&segment).unwrap().has(flags::SYN));
@@ -407,16 +409,12 @@ fn rejected_udp_gets_an_icmp_error_and_rejected_icmp_gets_no_answer() {
     let own = SocketAddrV4::new(SERVER, 53);
     let query = udp(POD, own, b"query");
     let error = icmp(POD, own, [kind::UNREACHABLE, 3], [0; 4], &query);
-    let mut replies = Vec::new();
     for packet in [&error, &query] {
         assert_eq!(net.a.flows.input(packet, now), Input::Unknown);
         assert!(!net.a.flows.echo(packet, now));
         net.a.flows.reject(packet, now);
     }
-    net.a.flows.poll_output(now, &mut |packet| {
-        replies.push(packet.to_vec());
-        true
-    });
+    let replies = sent(&mut net);
     assert_eq!(replies.len(), 1);
     let reply = Packet::parse(&replies[0]).unwrap();
     assert_eq!((reply.source(), reply.destination()), (SERVER, *POD.ip()));
@@ -431,11 +429,7 @@ fn an_icmp_error_ends_a_dial_only_if_it_quotes_its_syn() {
     net.b.drops_input = true;
     let id = net.dial(POD, 0);
     let now = net.now;
-    let mut syn = Vec::new();
-    net.a.flows.poll_output(now, &mut |packet| {
-        syn = packet.to_vec();
-        true
-    });
+    let syn = sent(&mut net).remove(0);
     let router = SocketAddrV4::new(Ipv4Addr::new(172, 25, 0, 1), 0);
     let own = SocketAddrV4::new(SERVER, 0);
     let mut guessed = syn.clone();
@@ -461,11 +455,7 @@ fn dial_resets_a_half_open_connection_of_the_target() {
     let mut net = Net::new();
     let id = net.dial(POD, 0);
     let now = net.now;
-    let mut syn = Vec::new();
-    net.a.flows.poll_output(now, &mut |packet| {
-        syn = packet.to_vec();
-        true
-    });
+    let syn = sent(&mut net).remove(0);
     // The target acknowledges a position of the connection that the target still knows.
     let packet = Packet::parse(&syn).unwrap();
     let syn = Segment::parse(&packet).unwrap();
@@ -480,11 +470,7 @@ fn dial_resets_a_half_open_connection_of_the_target() {
         &[],
     );
     assert_eq!(net.a.flows.input(&old, now), Input::Accepted);
-    let mut replies = Vec::new();
-    net.a.flows.poll_output(now, &mut |packet| {
-        replies.push(packet.to_vec());
-        true
-    });
+    let replies = sent(&mut net);
     let reply = Packet::parse(&replies[0]).unwrap();
     let reset = Segment::parse(&reply).unwrap();
     assert!(reset.has(flags::RST) && reset.sequence() == stale);
