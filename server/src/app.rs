@@ -340,7 +340,7 @@ impl Bound {
         let drained = drain::drained(router.clone(), config.graceful_shutdown_timeout);
         let draining = drain.clone();
         let needs_peer = !config.ready_without_agents;
-        let not_ready = move || match (draining.is_cancelled(), router.has_peer() || !needs_peer) {
+        let not_ready = move || match (draining.is_cancelled(), router.is_ready() || !needs_peer) {
             (true, _) => Some(DRAINING),
             (false, false) => Some(NOT_READY),
             (false, true) => None,

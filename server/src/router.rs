@@ -285,7 +285,7 @@ impl Router {
     }
 
     /// Returns true if a tunnel of the route is ready for new dials.
-    pub(crate) fn has_peer(&self) -> bool {
+    pub(crate) fn is_ready(&self) -> bool {
         let route = self.route();
         [Some(route.first), route.second()]
             .into_iter()

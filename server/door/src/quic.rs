@@ -187,7 +187,7 @@ impl Listener {
                     self.sweep();
                     // New connections are served during a drain, too: other replicas continue them.
                     if until.is_cancelled() {
-                        self.drain();
+                        self.join_drain();
                     }
                 }
                 () = drain.over.cancelled() => return,
@@ -284,7 +284,7 @@ impl Listener {
     }
 
     /// Tells the drain whether the flows of this socket are in use.
-    fn drain(&mut self) {
+    fn join_drain(&mut self) {
         let is_busy = !self.flows.are_idle_for(QUIET, Instant::now());
         match (self.is_busy, is_busy) {
             (true, false) => self.drain.rests(),

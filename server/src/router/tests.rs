@@ -306,10 +306,10 @@ async fn only_tunnel_is_dialed_whatever_its_health() {
     assert_eq!(router.view().konnectivity.in_use, 1);
     drop(connection);
     assert_eq!(router.view().konnectivity.in_use, 0);
-    assert!(router.has_peer());
+    assert!(router.is_ready());
     konnectivity.set_health(Health::Absent);
     assert_eq!(router.dial(&dial()).await.err(), Some(DialError::NoAgent));
-    assert!(!router.has_peer());
+    assert!(!router.is_ready());
 }
 
 #[tokio::test(start_paused = true)]
@@ -396,10 +396,10 @@ async fn mode_without_fallback_fails_if_its_tunnel_has_no_peer() {
     world.router.set_route(Route::only(Kind::Openvpn));
     world.openvpn.set_health(Health::Absent);
     assert_eq!(world.dial().await.err(), Some(DialError::NoClient));
-    assert!(!world.router.has_peer());
+    assert!(!world.router.is_ready());
     // Neither tunnel has a peer: the error is the preferred tunnel's.
     world.router.set_route(PREFER_KONNECTIVITY);
-    assert!(world.router.has_peer());
+    assert!(world.router.is_ready());
     world.konnectivity.set_health(Health::Absent);
     assert_eq!(world.dial().await.err(), Some(DialError::NoAgent));
 }
