@@ -81,6 +81,13 @@ fn render(options: &Options) -> anyhow::Result<Outcome> {
                 return Ok(Outcome::Invalid);
             }
         }
+        let strategy = &input.spec.expose_strategy;
+        anyhow::ensure!(
+            to.is_tunnel() || strategy == to.name(),
+            "spec.exposeStrategy is {strategy:?}, but --to is {:?}: the commands of the plan read the cluster file again; \
+             give a copy of the file with the values after the migration",
+            to.name()
+        );
         plan::apply(to, &mut input);
         return plan(options, from, to, input);
     }

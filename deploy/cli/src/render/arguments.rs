@@ -1,7 +1,7 @@
 //! The command lines of the rendered programs, with KKP's arguments in KKP's order.
 
 use super::cluster::Tunnel;
-use super::target::{OPENVPN_PORT, Target};
+use super::target::{OPENVPN_PORT, Program, Target};
 
 /// Folder of the socket between API server and server.
 pub(super) const SOCKET_FOLDER: &str = "/etc/kubernetes/konnectivity-server";
@@ -64,6 +64,12 @@ pub(super) fn server(target: &Target<'_>) -> Vec<String> {
     if target.cluster.tunnel == Tunnel::Openvpn {
         args.extend(openvpn_server(target));
     }
+    // Shorter than the grace period of pods. Old stock servers do not know the flag.
+    let flag = "--graceful-shutdown-timeout";
+    let is_sidecar = target.cluster.tunnel == Tunnel::Konnectivity;
+    if is_sidecar && !target.is_stock(Program::Server) && !user.iter().any(|arg| arg.starts_with(flag)) {
+        args.push(format!("{flag}=25s"));
+    }
     args.extend(user.iter().cloned());
     args
 }
@@ -113,7 +119,7 @@ pub(super) fn agent(target: &Target<'_>) -> Vec<String> {
     ];
     args.extend(channel_size(target, user));
     // Shorter than the grace period of pods. The stock agent does not know the flag.
-    if !target.has_stock_agent() && !user.iter().any(|arg| arg.starts_with("--drain-timeout")) {
+    if !target.is_stock(Program::Agent) && !user.iter().any(|arg| arg.starts_with("--drain-timeout")) {
         args.push("--drain-timeout=25s".to_owned());
     }
     args.extend(user.iter().cloned());

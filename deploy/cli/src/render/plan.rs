@@ -49,7 +49,8 @@ impl Side {
         matches!(self, Self::Konnectivity | Self::Openvpn)
     }
 
-    fn name(self) -> &'static str {
+    /// Returns the name as in the cluster file.
+    pub(super) fn name(self) -> &'static str {
         match self {
             Self::Konnectivity => "konnectivity",
             Self::Openvpn => "openvpn",
@@ -60,13 +61,10 @@ impl Side {
     }
 }
 
-/// Sets the tunnel or the expose strategy of a cluster.
+/// Sets the tunnel of a cluster, or what follows from its expose strategy.
 pub(super) fn apply(side: Side, input: &mut Input) {
-    match side {
-        Side::Konnectivity | Side::Openvpn => {
-            input.facts.tunnel = Some(side.name().to_owned());
-        }
-        _ => side.name().clone_into(&mut input.spec.expose_strategy),
+    if side.is_tunnel() {
+        input.facts.tunnel = Some(side.name().to_owned());
     }
     // The platform demands an empty address in the same write that leaves Tunneling.
     if matches!(side, Side::NodePort | Side::LoadBalancer)

@@ -169,11 +169,13 @@ impl<'a> Target<'a> {
         }
     }
 
-    /// Returns true if the agent is Konnectivity's own, which knows fewer flags.
-    pub(super) fn has_stock_agent(&self) -> bool {
-        let image = self.image(Program::Agent);
+    /// Returns true if the server or the agent is Konnectivity's own, which knows fewer flags.
+    pub(super) fn is_stock(&self, program: Program) -> bool {
+        let image = self.image(program);
         let name = image.rsplit('/').next().unwrap_or_default();
-        image.contains(STOCK_REPOSITORY) || name.starts_with("proxy-agent")
+        image.contains(STOCK_REPOSITORY)
+            || name.starts_with("proxy-agent")
+            || name.starts_with("proxy-server")
     }
 
     pub(super) fn keepalive(&self) -> &str {

@@ -504,21 +504,46 @@ fn plan_repeats_every_flag_that_overrides_the_files() {
 }
 
 #[test]
-fn only_our_agent_gets_the_flag_of_its_drain() {
-    let flag = "--drain-timeout=25s".to_owned();
-    let arguments = |more: &str| {
+fn only_our_programs_get_the_flags_of_their_drain() {
+    let arguments = |part: Part, more: &str| {
         render(&file("konnectivity", "NodePort", more), |objects| {
-            let agent = objects.iter().find(|object| object.part == Part::Agent);
-            let containers = &agent.unwrap().value["spec"]["template"]["spec"]["containers"];
+            let object = objects.iter().find(|object| object.part == part);
+            let containers = &object.unwrap().value["spec"]["template"]["spec"]["containers"];
             serde_json::from_value::<Vec<String>>(containers[0]["args"].clone()).unwrap()
         })
     };
-    assert!(arguments("").contains(&flag));
-    assert!(arguments("images: {agent: mirror.local/culvert-agent:v1}").contains(&flag));
-    for stock in ["stock", "mirror.local/proxy-agent:v0.33.0"] {
-        let image = format!("images: {{agent: '{stock}'}}");
-        assert!(!arguments(&image).contains(&flag));
+    for (part, flag, [key, ours, stock]) in [
+        (
+            Part::Agent,
+            "--drain-timeout=25s",
+            ["agent", "culvert-agent", "proxy-agent"],
+        ),
+        (
+            Part::Server,
+            "--graceful-shutdown-timeout=25s",
+            ["server", "culvert-server", "proxy-server"],
+        ),
+    ] {
+        let has_flag = |more: &str| arguments(part, more).contains(&flag.to_owned());
+        assert!(has_flag(""));
+        assert!(has_flag(&format!("images: {{{key}: mirror.local/{ours}:v1}}")));
+        for stock in ["stock".to_owned(), format!("mirror.local/{stock}:v0.33.0")] {
+            assert!(!has_flag(&format!("images: {{{key}: '{stock}'}}")));
+        }
     }
+}
+
+#[test]
+fn plan_of_a_strategy_needs_the_file_of_its_end() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("cluster.yaml");
+    let path = path.display();
+    let plan = parsed(&format!("render {path} --diff-from=NodePort --to=Tunneling"));
+    std::fs::write(path.to_string(), file("konnectivity", "NodePort", "")).unwrap();
+    let why = super::render(&plan).map(drop).unwrap_err().to_string();
+    assert!(why.contains("after the migration"), "{why}");
+    std::fs::write(path.to_string(), file("konnectivity", "Tunneling", "")).unwrap();
+    super::render(&plan).map(drop).unwrap();
 }
 
 #[test]

@@ -37,6 +37,7 @@ fn agent(target: &Target<'_>) -> Value {
         "command": ["/proxy-agent"],
         "args": arguments::agent(target),
         "livenessProbe": liveness(8134, 15),
+        "readinessProbe": probe("/readyz"),
         "resources": resources(proxy.resources.as_ref(), ["10m", "10Mi"], ["2", "100Mi"]),
         "securityContext": security(),
         "volumeMounts": [{"name": token, "mountPath": "/var/run/secrets/tokens"}],
@@ -93,6 +94,12 @@ fn anti_affinity(target: &Target<'_>, labels: &Value) -> Value {
     })
 }
 
+fn probe(path: &str) -> Value {
+    json!({"httpGet": {"path": path, "port": 8134}, "periodSeconds": 10})
+}
+
+/// Returns the disruption budget of the agents. An agent that is not connected is not ready, and must not keep its node from
+/// being drained.
 fn budget() -> Value {
     json!({
         "apiVersion": "policy/v1",
@@ -100,6 +107,7 @@ fn budget() -> Value {
         "metadata": {"name": "konnectivity-agent", "namespace": NAMESPACE},
         "spec": {
             "minAvailable": 1,
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
             "selector": {"matchLabels": {"app": "konnectivity-agent"}},
         },
     })
@@ -107,7 +115,6 @@ fn budget() -> Value {
 
 fn openvpn_client(target: &Target<'_>) -> Value {
     let labels = json!({"role": "openvpn-client"});
-    let probe = |path: &str| json!({"httpGet": {"path": path, "port": 8134}, "periodSeconds": 10});
     let container = json!({
         "name": "openvpn-client",
         "image": target.image(Program::Agent),

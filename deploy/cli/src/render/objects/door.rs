@@ -270,14 +270,18 @@ impl Workload {
                 "ports".to_owned(),
                 json!([{"name": "stats", "containerPort": 8002, "protocol": "TCP"}]),
             );
-            let probe = json!({
-                "httpGet": {"path": "/healthz", "port": 8002},
-                "periodSeconds": 3,
-                "timeoutSeconds": 1,
-                "failureThreshold": 3,
-            });
-            container.insert("readinessProbe".to_owned(), probe.clone());
-            container.insert("livenessProbe".to_owned(), probe);
+            let probe = |path: &str, period: u32, timeout: u32| {
+                json!({
+                    "httpGet": {"path": path, "port": 8002},
+                    "periodSeconds": period,
+                    "timeoutSeconds": timeout,
+                    "failureThreshold": 3,
+                })
+            };
+            // The load balancer must not use a pod that does not know its ports yet.
+            container.insert("readinessProbe".to_owned(), probe("/readyz", 3, 1));
+            // A restart cuts all connections, and a pod that moves bulk with a small CPU limit answers late.
+            container.insert("livenessProbe".to_owned(), probe("/healthz", 10, 5));
         }
         json!({
             "apiVersion": "apps/v1",
