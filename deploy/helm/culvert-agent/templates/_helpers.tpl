@@ -175,6 +175,7 @@ maxSurge: {{ include "culvert.or" (list $given.maxSurge 0) }}
 {{- define "culvert-agent.errors" -}}
 {{- $v := .Values -}}
 {{- include "culvert.updateErrors" (fromYaml (include "culvert-agent.rollingUpdate" .)) }}
+{{- include "culvert.scrapeErrors" . }}
 {{- $openvpn := or $v.openvpn.remotes $v.openvpn.configMap -}}
 {{- if not (or $v.server.host $openvpn) }}
 - server.host is empty: set the name of the servers, or openvpn.remotes for an agent that is only an OpenVPN client
@@ -208,6 +209,9 @@ maxSurge: {{ include "culvert.or" (list $given.maxSurge 0) }}
 {{- end }}
 {{- if and (has $v.bind.health (list "127.0.0.1" "::1" "localhost")) (not $v.hostNetwork) }}
 - bind.health is {{ $v.bind.health }} without hostNetwork: the kubelet would probe its own node; leave it empty
+{{- end }}
+{{- if eq (int $v.ports.admin) (int $v.ports.health) }}
+- ports.admin and ports.health must differ
 {{- end }}
 {{- if and $v.hostNetwork $v.networkPolicy.enabled }}
 - networkPolicy.enabled has no effect on pods with hostNetwork: set it to false

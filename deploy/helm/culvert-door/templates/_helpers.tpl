@@ -22,10 +22,12 @@
 {{- $args = concat $args (list (printf "--envoy-sni-port=%d" (int $v.ports.sni)) (printf "--envoy-tunneling-port=%d" (int $v.ports.tunneling))) }}
 {{- with $v.ports.quic }}{{ $args = append $args (printf "--sni-quic-port=%d" (int .)) }}{{ end }}
 {{- end }}
-{{- toYaml (append $args (printf "--envoy-stats-port=%d" (int $v.ports.stats))) }}
+{{- toYaml (concat $args (list (printf "--envoy-stats-port=%d" (int $v.ports.stats)) (printf "--bind-address=%s" $v.bindAddress))) }}
 {{- end }}
 
+{{/* Arguments of the program that maintains the Service's ports. */}}
 {{- define "culvert-door.balancerArgs" -}}
+- --update-loadbalancer=true
 - --lb-namespace={{ .Release.Namespace }}
 - --lb-name={{ include "culvert-door.service" . }}
 {{- if eq .Values.scope "cluster" }}
@@ -36,7 +38,6 @@
 {{- define "culvert-door.args" -}}
 {{- $v := .Values -}}
 {{- $args := fromYamlArray (include "culvert-door.sharedArgs" .) -}}
-{{- $args = append $args (printf "--bind-address=%s" $v.bindAddress) }}
 {{- with $v.ports.admin }}{{ $args = append $args (printf "--envoy-admin-port=%d" (int .)) }}{{ end }}
 {{- if $v.tls.secret }}
 {{- $args = concat $args (list "--tunneling-cert=/etc/culvert/tls/tls.crt" "--tunneling-key=/etc/culvert/tls/tls.key") }}
@@ -61,7 +62,7 @@
     (printf "--max-connections=%d" (int $v.maxConnections))
     (printf "--drain-timeout=%ds" (sub (int $v.terminationGracePeriodSeconds) 5))) }}
 {{- if eq $v.updater "replica" }}
-{{- $args = concat $args (list "--update-loadbalancer=true") (fromYamlArray (include "culvert-door.balancerArgs" .)) }}
+{{- $args = concat $args (fromYamlArray (include "culvert-door.balancerArgs" .)) }}
 {{- end }}
 {{- toYaml (concat $args $v.extraArgs) }}
 {{- end }}
@@ -92,8 +93,14 @@ maxSurge: {{ include "culvert.or" (list .Values.updateStrategy.maxSurge "25%") }
 {{- if and $v.service.quic (or (not $v.ports.quic) (ne $v.scope "seed") (eq $v.updater "none") (not $v.service.create)) }}
 - service.quic needs ports.quic, scope seed, service.create and an updater, which adds the port
 {{- end }}
-{{- if and (eq $v.scope "cluster") $v.namespace (ne $v.namespace .Release.Namespace) }}
-- scope is cluster and namespace is not the namespace of the release: the updater has no permissions there
+{{- if and $v.namespace (ne $v.namespace .Release.Namespace) (or (eq $v.scope "cluster") (ne $v.updater "none")) }}
+- namespace is not the namespace of the release, with scope cluster or an updater: the updater works only in the namespace of the release; leave namespace empty, or set scope to seed and updater to none
+{{- end }}
+{{- if and $v.service.create (ne $v.service.type "LoadBalancer") (or $v.service.loadBalancerSourceRanges $v.service.loadBalancerClass) }}
+- service.loadBalancerSourceRanges or service.loadBalancerClass with service.type {{ $v.service.type }}: Kubernetes refuses the Service; set service.type to LoadBalancer
+{{- end }}
+{{- if and $v.service.create (eq $v.service.type "ClusterIP") $v.service.externalTrafficPolicy }}
+- service.externalTrafficPolicy with service.type ClusterIP: Kubernetes refuses the Service; leave service.externalTrafficPolicy empty
 {{- end }}
 {{- $ports := list (int $v.ports.stats) }}
 {{- range $port := list $v.ports.admin (eq $v.scope "seed" | ternary $v.ports.sni 0) (eq $v.scope "seed" | ternary $v.ports.tunneling 0) }}

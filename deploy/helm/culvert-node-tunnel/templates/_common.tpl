@@ -132,10 +132,11 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
-{{/* Probes that are not empty. `host` is the address of the health listener. */}}
+{{/* Probes that are not empty. `host` is the address of the health listener, `liveness` the path of the liveness probe, by
+default /healthz. */}}
 {{- define "culvert.probes" -}}
 {{- $host := .host -}}
-{{- range $kind, $path := dict "startup" "/healthz" "liveness" "/healthz" "readiness" "/readyz" }}
+{{- range $kind, $path := dict "startup" "/healthz" "liveness" (.liveness | default "/healthz") "readiness" "/readyz" }}
 {{- with index $.root.Values.probes $kind }}
 {{- $get := dict "path" $path "port" "health" }}
 {{- if $host }}{{ $get = set $get "host" $host }}{{ end }}
@@ -257,6 +258,14 @@ spec:
   ports:
     - port: {{ $.port }}
       protocol: TCP
+{{- end }}
+{{- end }}
+
+{{/* Error of a policy that blocks Prometheus, for charts with `networkPolicy.scrapeFrom`. */}}
+{{- define "culvert.scrapeErrors" -}}
+{{- $v := .Values -}}
+{{- if and $v.networkPolicy.enabled (not $v.networkPolicy.scrapeFrom) (or $v.monitoring.annotations $v.monitoring.podMonitor.enabled) }}
+- monitoring is enabled and networkPolicy.scrapeFrom is empty: the policy would block Prometheus; list the peers that scrape in networkPolicy.scrapeFrom, or set networkPolicy.enabled to false and keep a policy of your own
 {{- end }}
 {{- end }}
 

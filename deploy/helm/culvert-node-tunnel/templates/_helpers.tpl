@@ -5,7 +5,7 @@
 {{- define "culvert-node-tunnel.capabilities" -}}
 {{- $add := list -}}
 {{- if .Values.interface.create }}{{ $add = append $add "NET_ADMIN" }}{{ end }}
-{{- range .Values.listeners }}{{ if lt (int .port) 1024 }}{{ $add = append $add "NET_BIND_SERVICE" }}{{ end }}{{ end }}
+{{- range append .Values.listeners .Values.stats }}{{ if lt (int .port) 1024 }}{{ $add = append $add "NET_BIND_SERVICE" }}{{ end }}{{ end }}
 {{- toYaml (uniq $add) }}
 {{- end }}
 
@@ -21,16 +21,20 @@
 {{- toYaml $context }}
 {{- end }}
 
+{{/* A host for the front of `HOST:PORT`: IPv6 addresses in brackets. */}}
+{{- define "culvert-node-tunnel.host" -}}
+{{ and (contains ":" .) (not (hasPrefix "[" .)) | ternary (printf "[%s]" .) . }}
+{{- end }}
+
 {{- define "culvert-node-tunnel.args" -}}
 {{- $v := .Values -}}
 {{- $args := list
     (printf "-v=%d" (int $v.log.verbosity))
     (printf "--log-format=%s" $v.log.format)
-    (printf "--proxy=%s:%d" $v.door.host (int $v.door.port)) -}}
+    (printf "--proxy=%s:%d" (include "culvert-node-tunnel.host" $v.door.host) (int $v.door.port)) -}}
 {{- range $listener := $v.listeners }}
 {{- range $address := $v.addresses }}
-{{- $host := contains ":" $address | ternary (printf "[%s]" $address) $address }}
-{{- $args = append $args (printf "--listen=%s:%d=%s" $host (int $listener.port) $listener.authority) }}
+{{- $args = append $args (printf "--listen=%s:%d=%s" (include "culvert-node-tunnel.host" $address) (int $listener.port) $listener.authority) }}
 {{- end }}
 {{- end }}
 {{- if $v.tls.caSecret }}
@@ -68,7 +72,12 @@
 {{- if and $v.tls.serverName (not $v.tls.caSecret) }}
 - tls.serverName needs tls.caSecret: without it the door is reached in plain text
 {{- end }}
+{{- $ports := list }}
 {{- range $v.listeners }}
+{{- if has (int .port) $ports }}
+- two listeners have the port {{ .port }}: each listener uses all addresses; give each a port of its own
+{{- end }}
+{{- $ports = append $ports (int .port) }}
 {{- if eq (int .port) (int $v.stats.port) }}
 - listener {{ .authority }} and stats.port have the same port {{ .port }}
 {{- end }}

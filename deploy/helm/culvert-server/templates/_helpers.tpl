@@ -202,8 +202,12 @@ maxSurge: {{ include "culvert.or" (list .Values.updateStrategy.maxSurge 1) }}
 {{- define "culvert-server.errors" -}}
 {{- $v := .Values -}}
 {{- include "culvert.updateErrors" (fromYaml (include "culvert-server.rollingUpdate" .)) }}
+{{- include "culvert.scrapeErrors" . }}
 {{- if and $v.compat (or $v.openvpn.enabled $v.destinations.allow $v.destinations.deny $v.agents.proxyProtocolFrom $v.agents.idFrom $v.agents.quic $v.admin.tlsSecret) }}
 - compat is set with openvpn, destinations, admin.tlsSecret, agents.idFrom, agents.quic or agents.proxyProtocolFrom: the stock server does not know these flags
+{{- end }}
+{{- if and $v.compat (has "cidr" $v.strategies) }}
+- compat is set and strategies has cidr: the stock server does not know this strategy; remove cidr or compat
 {{- end }}
 {{- if and $v.agents.quic (has $v.expose.strategy (list "NodePort" "LoadBalancer")) }}
 - agents.quic with expose.strategy {{ $v.expose.strategy }}: the front door forwards QUIC only by server name; use Tunneling
@@ -258,8 +262,12 @@ maxSurge: {{ include "culvert.or" (list .Values.updateStrategy.maxSurge 1) }}
 {{- end }}
 {{- end }}
 {{- $ports := list (int $v.frontEnd.port) (int $v.agents.port) (int $v.ports.admin) (int $v.ports.health) }}
+{{- if and $v.openvpn.enabled (has "tcp" $v.openvpn.protocols) }}{{ $ports = append $ports (int $v.openvpn.port) }}{{ end }}
 {{- if ne (len $ports) (len (uniq $ports)) }}
-- frontEnd.port, agents.port, ports.admin and ports.health must differ
+- frontEnd.port, agents.port, ports.admin, ports.health and the TCP port openvpn.port must differ
+{{- end }}
+{{- if and $v.openvpn.enabled (has "udp" $v.openvpn.protocols) $v.agents.quic (eq (int $v.openvpn.port) (int $v.agents.port)) }}
+- openvpn.port is agents.port with agents.quic and OpenVPN over UDP: both need the UDP port {{ $v.openvpn.port }}; change one of them
 {{- end }}
 {{- end }}
 
