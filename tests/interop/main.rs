@@ -5,7 +5,7 @@
 //! |---|---|
 //! | [`case`] | a pairing behind a front end, and the driver as the client |
 //! | [`held`] | a connection kept open during other events |
-//! | [`traffic`] | bulk transfers, many connections, services that send first, half closes |
+//! | [`traffic`] | bulk transfers, many connections, services that send or close first, half closes |
 //! | [`failures`] | failed dials, and dials cancelled by the client |
 //! | [`frozen`] | an agent that stops answering |
 //! | [`leases`] | leases of servers, and their number |
@@ -92,10 +92,10 @@ macro_rules! pairing {
     };
 }
 
-pairing!(ours_ours = Ours, Ours: traffic::endpoint_first, many::namesakes_at_once);
-pairing!(ours_stock = Ours, Stock: traffic::endpoint_first, traffic::echoes_beside_transfers, many::namesakes_at_once);
+pairing!(ours_ours = Ours, Ours: traffic::endpoint_first, traffic::endpoint_closes_at_once, many::namesakes_at_once);
+pairing!(ours_stock = Ours, Stock: traffic::endpoint_first, traffic::endpoint_closes_at_once, traffic::echoes_beside_transfers, many::namesakes_at_once);
 // Of two agents with one id, a stock server uses only the first agent, even while the first agent drains.
-pairing!(stock_ours = Stock, Ours: traffic::endpoint_first, traffic::echoes_beside_transfers);
+pairing!(stock_ours = Stock, Ours: traffic::endpoint_first, traffic::endpoint_closes_at_once, traffic::echoes_beside_transfers);
 // Between two stock programs, the first bytes of an endpoint may be lost.
 pairing!(stock_stock = Stock, Stock:);
 

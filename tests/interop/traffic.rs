@@ -1,4 +1,6 @@
-//! Bulk transfers, many connections, services that send first, half closes.
+//! Bulk transfers, many connections, services that send or close first, half closes.
+
+use tokio::net::TcpListener;
 
 use crate::case::{Case, Make, agent_value};
 
@@ -81,5 +83,26 @@ pub(crate) async fn endpoint_first(case: Case) {
             .is_some_and(|failed| failed <= OVERTAKEN)
         && errors.is_some_and(|errors| errors.keys().all(overtaken));
     assert!(result["ok"] == true || is_race, "{result}");
+    tunnel.settles().await;
+}
+
+/// A service that closes each connection at once. A stock client ignores a close that arrives before it has registered the
+/// connection, and would wait forever.
+pub(crate) async fn endpoint_closes_at_once(case: Case) {
+    let Some(tunnel) = case.start(1, &[&[]]).await else {
+        return;
+    };
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let target = listener.local_addr().unwrap();
+    let accepts = tokio::spawn(async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            drop(stream);
+        }
+    });
+    let flags = ["--count=200", "--concurrency=4", "--ends"];
+    let result = tunnel.run("serverfirst", &target.to_string(), &flags).await;
+    // On a busy machine, a client may need longer than the 25 ms for which the close waits.
+    assert!(result["failed"].as_u64().unwrap() <= 4, "{result}");
+    accepts.abort();
     tunnel.settles().await;
 }

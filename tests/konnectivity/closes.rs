@@ -115,6 +115,10 @@ async fn bytes_before_the_clients_close_arrive() {
             assert_eq!(received, expected, "{mode:?} {transport:?}, round {round}");
         }
         server_is_idle(&topology).await;
+        let reasons = topology.server_metrics(0).await;
+        let lost = [("reason", "client_lost")];
+        let count = reasons.value("culvert_connections_closed_total", &lost);
+        assert_eq!(count.unwrap_or_default(), 0.0, "{}", reasons.text());
     }
 }
 

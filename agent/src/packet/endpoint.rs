@@ -137,7 +137,7 @@ impl Endpoint {
         let mut server_sink = ToServer {
             stream: stream.clone(),
             connection,
-            first_byte_gate,
+            first_byte_gate: first_byte_gate.clone(),
         };
         let mut source = ReadSource::new(read, Bytes::new(), CloseReason::EndpointLost);
         let mut sink = WriteSink::new(write, CloseReason::EndpointLost);
@@ -176,6 +176,13 @@ impl Endpoint {
                  of a culvert-server with flow control per connection. For longer bursts raise \
                  --excess-buffer-bytes or --stall-timeout"
             );
+        }
+        if matches!(
+            reason,
+            CloseReason::EndpointClosed | CloseReason::EndpointLost
+        ) {
+            // Stock clients also ignore a close that arrives before they have registered the connection.
+            first_byte_gate.wait().await;
         }
         drop(entry);
         stream.agent.closed(reason);

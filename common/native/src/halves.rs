@@ -6,10 +6,11 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use bytes::{Buf, Bytes, BytesMut};
 use culvert_stream::allowance::{Allowance, Held};
-use culvert_stream::{CLOSE_STALL, CloseReason, Sink, Source};
+use culvert_stream::{CloseReason, Sink, Source};
 use h2::{RecvStream, SendStream};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
@@ -29,6 +30,10 @@ const GATHER_BYTES: usize = 4096;
 /// is safe: no window is smaller than this ([`super::window`]), and a peer sends window updates for consumed
 /// bytes before the window is used up.
 const ENOUGH_BYTES: usize = 32 * 1024;
+
+/// Longest wait without progress for the bytes before an end. Longer than
+/// [`CLOSE_STALL`](culvert_stream::CLOSE_STALL), because a slow peer returns its window in steps of up to a third.
+const REST_STALL: Duration = Duration::from_secs(120);
 
 /// Chunk in HTTP/2's send queue.
 #[derive(Debug)]
@@ -179,6 +184,19 @@ impl Queued {
             self.written.notified().await;
         }
     }
+
+    /// Waits until all chunks are written. Returns false if no chunk is written for [`REST_STALL`].
+    async fn all_written_or_stalled(&self) -> bool {
+        loop {
+            let left = self.chunks.load(Ordering::Relaxed);
+            if timeout(REST_STALL, self.all_written()).await.is_ok() {
+                return true;
+            }
+            if self.chunks.load(Ordering::Relaxed) == left {
+                return false;
+            }
+        }
+    }
 }
 
 // === impl NativeSink ===
@@ -199,17 +217,19 @@ impl NativeSink {
         self
     }
 
-    /// Ends the connection and reports `reason` to the peer. Bytes sent earlier still reach the peer if they
-    /// can be written within [`CLOSE_STALL`]; otherwise the peer sees [`CloseReason::Stalled`]. HTTP/2 discards
+    /// Ends the connection and reports `reason` to the peer. Bytes sent earlier still reach the peer, unless no
+    /// chunk can be written for [`REST_STALL`]; the peer then sees [`CloseReason::Stalled`]. HTTP/2 discards
     /// the unwritten chunks of a reset stream, so a task on `tasks` first waits for the writes.
     pub fn end(self, reason: CloseReason, tasks: &TaskTracker) {
         if self.queued.is_empty() {
             self.reset(reason);
         } else {
             tasks.spawn(async move {
-                let written = timeout(CLOSE_STALL, self.queued.all_written()).await;
-                // The unwritten rest is lost, so the end must not look like an ordinary one.
-                self.reset(written.map_or(CloseReason::Stalled, |()| reason));
+                self.reset(match self.queued.all_written_or_stalled().await {
+                    true => reason,
+                    // The unwritten rest is lost, so the end must not look like an ordinary one.
+                    false => CloseReason::Stalled,
+                });
             });
         }
     }

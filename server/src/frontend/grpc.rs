@@ -187,6 +187,10 @@ impl Client {
             _ => "",
         };
         let reply = self.session.closed(text);
+        if reply.is_some() {
+            // Stock clients also ignore a close that arrives before they have registered the connection.
+            self.first_byte_gate.wait().await;
+        }
         self.tell(reply);
     }
 

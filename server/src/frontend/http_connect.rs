@@ -11,7 +11,7 @@ use culvert_host::net::admission::Gated;
 use culvert_host::net::connect::{self, MAX_HEAD_BYTES, RequestError};
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_stream::first_byte_gate::FirstByteGate;
-use culvert_stream::io::{ReadSource, WriteSink, linger_close};
+use culvert_stream::io::{LINGER, ReadSource, WriteSink, linger_close};
 use culvert_stream::{CloseReason, Dial, Sink, Source};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, Interest};
 use tokio::net::TcpStream;
@@ -198,7 +198,8 @@ where
     R: AsyncRead + Unpin,
     W: AsyncWrite + Unpin,
 {
-    if write_flush(&mut write, bytes).await.is_ok() {
+    // The text of an agent may be larger than the buffer of the socket.
+    if let Ok(Ok(())) = timeout(LINGER, write_flush(&mut write, bytes)).await {
         linger_close(read, write).await;
     }
 }
@@ -239,9 +240,10 @@ impl<R: ClientRead> Source for ClientSource<R> {
         Ok(chunk)
     }
 
+    /// Resolves once the client has also closed its socket, which is an ordinary close after the end of its bytes.
     async fn aborted(&mut self) -> CloseReason {
         self.inner.get_ref().hung_up().await;
-        CloseReason::ClientLost
+        CloseReason::ClientClosed
     }
 
     /// Watches for a hang-up. While the endpoint accepts no bytes, nothing reads from the client, and a

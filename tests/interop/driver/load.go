@@ -150,10 +150,12 @@ func runDials(args []string) (result, error) {
 	return r, failures(r)
 }
 
-// runServerFirst expects a banner without having sent anything.
+// runServerFirst expects a banner, or with -ends an end, without having sent
+// anything.
 func runServerFirst(args []string) (result, error) {
 	fs := flag.NewFlagSet("serverfirst", flag.ContinueOnError)
 	banner := fs.String("banner", firstBanner, "bytes that the service sends at once")
+	ends := fs.Bool("ends", false, "the service sends nothing and closes at once")
 	count := fs.Int("count", 1, "connections in all")
 	concurrency := fs.Int("concurrency", 1, "connections at the same time")
 	// The client library can lose the close of a connection that ends at once, and
@@ -169,9 +171,15 @@ func runServerFirst(args []string) (result, error) {
 		late := time.AfterFunc(*wait, func() { abort(conn) })
 		n, err := io.ReadFull(conn, got)
 		if !late.Stop() {
-			return fmt.Errorf("no banner within %v", *wait)
+			return fmt.Errorf("no banner or end within %v", *wait)
 		}
 		sample(time.Since(start))
+		if *ends {
+			if err != io.EOF {
+				return fmt.Errorf("%d bytes instead of an end: %v", n, err)
+			}
+			return nil
+		}
 		if err != nil || string(got) != *banner {
 			return fmt.Errorf("banner is %q: %v", got[:n], err)
 		}

@@ -17,8 +17,9 @@ use tracing::{error, warn};
 /// File mode of a Unix socket: owner and group may connect, as with upstream's umask of 0007.
 const SOCKET_MODE: u32 = 0o770;
 
-/// Length of the kernel's queue of connections that wait to be accepted on a Unix socket, as in `UnixListener`.
-const UNIX_BACKLOG: i32 = 1024;
+/// Length of the kernel's queue of connections that wait to be accepted on a Unix socket; the kernel limits the length to
+/// `net.core.somaxconn`, which is Go's length. Unlike with TCP, a client whose connection does not fit gets an error at once.
+const UNIX_BACKLOG: i32 = 4096;
 
 /// Part of the process's descriptors that listeners for traffic leave free, as a fraction: for the connections to
 /// endpoints, and for health checks, files and logs.

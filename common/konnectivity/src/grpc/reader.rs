@@ -203,7 +203,7 @@ fn code_of(error: &h2::Error) -> Code {
     }
 }
 
-/// Parses the prefix of a message. The error texts are tonic's.
+/// Parses the prefix of a message. The texts of the errors about compression are tonic's.
 fn length(mut prefix: Bytes) -> Result<usize, Status> {
     match prefix.try_get_u8() {
         Ok(0) => {}
@@ -222,8 +222,9 @@ fn length(mut prefix: Bytes) -> Result<usize, Status> {
     }
     let len = prefix.try_get_u32().unwrap_or_default() as usize;
     if len > MAX_MESSAGE_BYTES {
-        return Err(Status::out_of_range(format!(
-            "Error, decoded message length too large: found {len} bytes, the limit is: {MAX_MESSAGE_BYTES} bytes"
+        // The code and the text of grpc-go.
+        return Err(Status::resource_exhausted(format!(
+            "grpc: received message larger than max ({len} vs. {MAX_MESSAGE_BYTES})"
         )));
     }
     Ok(len)

@@ -1,10 +1,8 @@
 //! Tests with both ends of one HTTP/2 connection in memory, and with failures between the ends.
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
-use std::time::Duration;
-
-use culvert_stream::HALF_OPEN_IDLE;
 use culvert_stream::pump::{Meter, pump};
+use culvert_stream::{CLOSE_STALL, HALF_OPEN_IDLE};
 use http::{Request, Response};
 use metrics::Counter;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream};
@@ -394,9 +392,36 @@ async fn an_end_does_not_wait_for_a_peer_that_reads_nothing() {
     to_far.end(CloseReason::Shutdown, &tasks);
     tasks.close();
     tasks.wait().await;
-    assert!(started.elapsed() <= CLOSE_STALL * 2);
+    assert!(started.elapsed() <= REST_STALL * 2);
     let (_, end) = receive(&mut far).await;
     assert_eq!(end, Err(CloseReason::Shutdown));
+    link.works().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_end_waits_for_a_peer_that_reads_slowly() {
+    let mut link = Link::new().await;
+    let tasks = TaskTracker::new();
+    let ((_near, mut to_far), (mut far, _to_near)) = link.open().await;
+    let piece = pattern(16 * 1024);
+    let mut sent = 0;
+    while timeout(CLOSE_STALL, to_far.send(piece.clone()))
+        .await
+        .is_ok()
+    {
+        sent += piece.len();
+    }
+    to_far.end(CloseReason::ClientClosed, &tasks);
+    let mut received = 0;
+    let end = loop {
+        sleep(CLOSE_STALL / 3).await;
+        match far.recv().await {
+            Ok(Some(bytes)) => received += bytes.len(),
+            end => break end,
+        }
+    };
+    assert_eq!(end, Err(CloseReason::ClientClosed));
+    assert!(received >= sent, "{received} of {sent} bytes");
     link.works().await;
 }
 

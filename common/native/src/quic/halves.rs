@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use bytes::{BufMut as _, Bytes, BytesMut};
 use culvert_stream::head::HeadError;
-use culvert_stream::{CLOSE_STALL, CloseReason, Sink, Source};
+use culvert_stream::{CloseReason, Sink, Source};
 use quinn::{ReadError, RecvStream, SendStream, StoppedError, VarInt, WriteError};
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::io::poll_read_buf;
@@ -31,6 +31,11 @@ const LARGE_READ_BYTES: usize = 64 * 1024;
 /// Time without a chunk accepted by the receiver after which the stream counts as stalled. Slower receivers than
 /// one chunk for each such time count with their whole window.
 const STALLED_AFTER: Duration = Duration::from_secs(1);
+
+/// Longest wait for the peer to read the bytes before an end. The peer ends a receiver that accepts nothing for
+/// [`CLOSE_STALL`](culvert_stream::CLOSE_STALL), and QUIC does not report how many bytes the peer has read, so this
+/// limit only bounds the wait for a faulty peer.
+const REST_LIMIT: Duration = Duration::from_secs(600);
 
 /// Priority of heads, which a few bytes of a new connection follow.
 const HEAD_PRIORITY: i32 = 2;
@@ -308,11 +313,10 @@ impl QuicSink {
         }
     }
 
-    /// Ends the connection and reports `reason` to the peer. Bytes sent earlier still reach the peer, if it reads them
-    /// within [`CLOSE_STALL`].
+    /// Ends the connection and reports `reason` to the peer. Bytes sent earlier still reach the peer, if the peer reads
+    /// them within [`REST_LIMIT`]; otherwise the peer sees [`CloseReason::Stalled`].
     pub fn end(mut self, reason: CloseReason, tasks: &TaskTracker) {
-        let code = code(reason);
-        self.state.end_with(code);
+        self.state.end_with(code(reason));
         let Some(mut stream) = self.stream.take() else {
             return;
         };
@@ -320,7 +324,7 @@ impl QuicSink {
         let state = self.state.clone();
         if self.finished {
             tasks.spawn(async move {
-                let _ = timeout(CLOSE_STALL, stream.stopped()).await;
+                let _ = timeout(REST_LIMIT, stream.stopped()).await;
                 drop(state);
             });
             return;
@@ -334,9 +338,11 @@ impl QuicSink {
         };
         self.state.streams().send(Word::End(end));
         tasks.spawn(async move {
-            // The peer stops the stream when it has read the bytes before the end.
-            let _ = timeout(CLOSE_STALL, stream.stopped()).await;
-            let _ = stream.reset(code);
+            // The peer stops the stream when it has read the bytes before the end. A reset discards unread bytes, so
+            // the end must not look like an ordinary one.
+            let read = timeout(REST_LIMIT, stream.stopped()).await;
+            let reason = read.map_or(CloseReason::Stalled, |_| reason);
+            let _ = stream.reset(code(reason));
             drop(state);
         });
     }

@@ -16,7 +16,7 @@ enum State {
     Dialing(DialId),
     /// A connection is open.
     Open(ConnectId),
-    /// The connection or the dial has ended; only closes are answered. The client ends the call.
+    /// The connection or the dial has ended. Closes and bytes are answered with a close, and the client ends the call.
     Ended,
 }
 
@@ -116,12 +116,14 @@ impl Session {
 
     fn on_data(&mut self, connection: ConnectId, bytes: Bytes) -> Step {
         match self.state {
-            State::Ended => Step::Ignore,
+            _ if connection == ConnectId(0) => Step::Ignore,
+            // The client has missed the close if it was sent before the client had registered the connection.
+            State::Ended => Step::Reply(close(connection, "")),
             State::Idle => {
                 self.state = State::Ended;
                 Step::Fail(vec![close(connection, "backend not initialized")])
             }
-            _ if connection == ConnectId(0) || bytes.is_empty() => Step::Ignore,
+            _ if bytes.is_empty() => Step::Ignore,
             State::Open(open) if open == connection => Step::Data(bytes),
             State::Open(open) => {
                 self.state = State::Ended;
@@ -217,6 +219,14 @@ mod tests {
     #[test]
     fn id_zero_is_ignored() {
         assert_eq!(open().on_message(data(ConnectId(0))), Step::Ignore);
+    }
+
+    #[test]
+    fn data_after_the_end_is_answered_with_a_close() {
+        let mut session = open();
+        assert_eq!(session.closed(""), Some(close(ID, "")));
+        assert_eq!(session.on_message(data(ID)), Step::Reply(close(ID, "")));
+        assert_eq!(session.on_message(data(ConnectId(0))), Step::Ignore);
     }
 
     #[test]
