@@ -1,9 +1,9 @@
 //! A client for one Kubernetes API server: [`client()`] sets the credentials and timeouts, and [`root()`]
 //! returns the cause of a client's error.
 //!
-//! A client follows its kubeconfig, and the certificates and keys that the kubeconfig names: the next request after
-//! a change uses the new content. `kube` itself reads token files, and the files of the pod's own account, again
-//! every minute.
+//! A client follows its kubeconfig, and the certificates, keys and token files that the kubeconfig names: the next
+//! request after a change uses the new content. `kube` itself reads the files of the pod's own account again every
+//! minute.
 
 mod kubeconfig;
 mod proxied;
@@ -148,6 +148,12 @@ impl Service<Request<Body>> for Following {
 
 /// Creates the client of an account. `cluster` is the entry of the kubeconfig.
 fn connect(mut config: kube::Config, cluster: Option<&Cluster>) -> anyhow::Result<Client> {
+    // `kube` would end each request with a panic.
+    anyhow::ensure!(
+        config.cluster_url.scheme().is_some(),
+        "the address of the Kubernetes API server, {}, has no scheme; expected a URL such as https://{0}",
+        config.cluster_url
+    );
     // A trailing dot in the host name keeps resolvers from trying search domains. Names in certificates have
     // no trailing dot, so the certificate is verified against the host name without the dot.
     let host = config.cluster_url.host().unwrap_or_default();

@@ -62,7 +62,9 @@ async fn is_back(tenant: &Tenant, strategy: &str) {
 
 /// Checks the promise of a step that changes the tunnel. The tunnel works after each of them.
 async fn after_tunnel_step(tenant: &Tenant, step: &Step) {
-    let title = step.title.trim_start_matches("Permit the traffic of the new tunnel. ");
+    let title = step
+        .title
+        .trim_start_matches("Permit the traffic of the new tunnel. ");
     let is = |start: &str| title.starts_with(start);
     let seed = async |kind: &str, name: &str| exists(tenant, kind, name).await;
     if is("Issue the certificates of the OpenVPN tunnel") {

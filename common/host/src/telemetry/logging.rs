@@ -53,6 +53,10 @@ const OWN_TARGET: &str = "culvert";
 /// own code logs the failure once.
 const WATCHES_TARGET: &str = "kube_runtime";
 
+/// Log target of the Kubernetes client, which logs whole answers that cannot be decoded. The answer to a token review
+/// has the token. Our own code logs the error.
+const CLIENT_TARGET: &str = "kube_client::client";
+
 /// Verbosity from which other crates' lines are not limited to warnings.
 const OTHERS_FROM: i32 = 8;
 
@@ -184,6 +188,7 @@ where
     let filter = Targets::new()
         .with_default(others)
         .with_target(WATCHES_TARGET, watches)
+        .with_target(CLIENT_TARGET, LevelFilter::ERROR)
         .with_target(OWN_TARGET, own);
     let lines = lines(config, writer).with_filter(filter.and(Limited(limit)));
     tracing_subscriber::registry().with(lines)

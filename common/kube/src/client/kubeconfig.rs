@@ -6,8 +6,10 @@ use anyhow::Context as _;
 use culvert_host::file_follower::ReadError;
 use culvert_host::reload::{Expiry, FileSet, Loaded};
 use culvert_host::tls::{earliest_expiry, earliest_expiry_in_pem};
+use http::HeaderValue;
 use k8s_openapi::ByteString;
 use kube::config::{AuthInfo, Cluster, Kubeconfig};
+use secrecy::ExposeSecret as _;
 use serde::Deserialize as _;
 use serde::de::IntoDeserializer as _;
 use serde::de::value::{Error as ValueError, StrDeserializer};
@@ -26,16 +28,43 @@ impl Account {
         }
     }
 
-    /// Parses the file. Relative paths in the file become absolute.
+    /// Parses the file. Relative paths in the file become absolute. An empty value counts as missing, as in client-go.
     fn read(&self) -> anyhow::Result<Kubeconfig> {
-        Kubeconfig::read_from(&self.path).map_err(without_content)
+        let mut file = Kubeconfig::read_from(&self.path).map_err(without_content)?;
+        // An empty path has become the path of the folder.
+        let folder = self.path.parent().map(|folder| folder.join(""));
+        let is_empty =
+            |path: &mut String| path.is_empty() || folder.as_deref() == Some(path.as_ref());
+        let clusters = file.clusters.iter_mut();
+        for cluster in clusters.filter_map(|named| named.cluster.as_mut()) {
+            let data = &mut cluster.certificate_authority_data;
+            data.take_if(|data| data.is_empty());
+            cluster.certificate_authority.take_if(is_empty);
+        }
+        let users = file.auth_infos.iter_mut();
+        for user in users.filter_map(|named| named.auth_info.as_mut()) {
+            let data = &mut user.client_certificate_data;
+            data.take_if(|data| data.is_empty());
+            user.client_certificate.take_if(is_empty);
+            user.client_key.take_if(is_empty);
+            user.token_file.take_if(is_empty);
+            for secret in [&mut user.client_key_data, &mut user.token] {
+                secret.take_if(|secret| secret.expose_secret().is_empty());
+            }
+        }
+        Ok(file)
     }
 
     /// Creates the client. `kube` reads the files again; a change since the check is found by the next check.
     fn access(&self) -> anyhow::Result<Loaded<Access>> {
         let file = self.read()?;
         let cluster = current(&file).0.cloned();
-        let config = kube::Config::try_from(file)?;
+        let mut config = kube::Config::try_from(file)?;
+        anyhow::ensure!(
+            config.root_cert.as_ref().is_none_or(|ca| !ca.is_empty()),
+            "the certificate authority has no certificate; expected PEM with -----BEGIN CERTIFICATE-----"
+        );
+        use_token_file(&mut config.auth_info)?;
         let own = expiry(&config.auth_info);
         let ca = config.root_cert.as_deref().unwrap_or_default();
         let ca = earliest_expiry(ca.iter().map(Vec::as_slice));
@@ -56,7 +85,7 @@ impl FileSet for Account {
         vec![self.path.clone()]
     }
 
-    /// Returns the files of the current context. Token files are left out, because `kube` reads them again.
+    /// Returns the files of the current context.
     fn references(&self, _first: &[u8]) -> Vec<PathBuf> {
         let Ok(file) = self.read() else {
             return Vec::new();
@@ -71,7 +100,8 @@ impl FileSet for Account {
         let key = user
             .filter(|user| user.client_key_data.is_none())
             .and_then(|user| user.client_key.as_ref());
-        [ca, cert, key]
+        let token = user.and_then(|user| user.token_file.as_ref());
+        [ca, cert, key, token]
             .into_iter()
             .flatten()
             .map(PathBuf::from)
@@ -87,6 +117,31 @@ impl FileSet for Account {
         let named = || format!("--kubeconfig {}", self.path.display());
         self.access().with_context(named)
     }
+}
+
+/// Replaces the token of a user by the content of the token file, as in client-go, and removes white space around the
+/// token. `kube` would use the token before the file, would keep a newline, and would ignore a file that it cannot read.
+///
+/// # Errors
+/// Fails if the file cannot be read, or if an HTTP header cannot have the token.
+fn use_token_file(user: &mut AuthInfo) -> anyhow::Result<()> {
+    let mut origin = "the token".to_owned();
+    if let Some(path) = user.token_file.take() {
+        let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+        user.token = Some(text.into());
+        origin = format!("the token in {path}");
+    }
+    let Some(token) = &user.token else {
+        return Ok(());
+    };
+    let token = token.expose_secret().trim();
+    anyhow::ensure!(!token.is_empty(), "{origin} is empty");
+    anyhow::ensure!(
+        HeaderValue::try_from(token).is_ok(),
+        "{origin} has control characters, such as a line break: write the token on one line"
+    );
+    user.token = Some(token.to_owned().into());
+    Ok(())
 }
 
 /// Returns the cluster and the user of the current context.

@@ -118,7 +118,10 @@ async fn next_request_after_a_change_uses_the_new_kubeconfig() {
     reloader.check();
     assert_eq!(ask(&client).await, "Bearer two");
     // A kubeconfig that cannot be used leaves the account as it was.
-    for bad in ["clusters: [", "{}", ""] {
+    let token = |token: &str| kubeconfig(&format!("{{server: {api}}}"), token);
+    let control = token("{token: \"a\\nb\"}");
+    let without_scheme = kubeconfig("{server: '127.0.0.1:1'}", "{token: three}");
+    for bad in ["clusters: [", "{}", "", &control, &without_scheme] {
         std::fs::write(&path, bad).unwrap();
         reloader.check();
         reloader.check();
@@ -148,8 +151,10 @@ async fn files_that_the_kubeconfig_names_are_followed() {
     };
     let (mut reloader, registry) = reloader();
     let failed = "culvert_reloads_total{files=\"kubeconfig\",result=\"failed\"}";
+    let ca = rcgen::generate_simple_self_signed(["ca".to_owned()]).unwrap();
+    let ca = ca.cert.pem();
     with_ca("ca.crt", "one");
-    std::fs::write(dir.path().join("ca.crt"), "").unwrap();
+    std::fs::write(dir.path().join("ca.crt"), &ca).unwrap();
     let client = client(Some(&path), &mut reloader, Files::Kubeconfig)
         .await
         .unwrap();
@@ -163,20 +168,61 @@ async fn files_that_the_kubeconfig_names_are_followed() {
         reloader.check();
     }
     assert!(registry.render().contains(&format!("{failed} 1")));
+    std::fs::write(dir.path().join("ca.crt"), "no certificate").unwrap();
+    for _ in 0..4 {
+        reloader.check();
+    }
+    assert!(registry.render().contains(&format!("{failed} 2")));
     // A missing file does not hide a change of the kubeconfig.
     with_ca("missing.crt", "two");
     for _ in 0..4 {
         reloader.check();
     }
-    assert!(registry.render().contains(&format!("{failed} 2")));
+    assert!(registry.render().contains(&format!("{failed} 3")));
     assert_eq!(ask(&client).await, "Bearer one");
     std::fs::remove_file(dir.path().join("ca.crt")).unwrap();
-    std::fs::write(dir.path().join("other.crt"), "").unwrap();
+    std::fs::write(dir.path().join("other.crt"), &ca).unwrap();
     with_ca("other.crt", "three");
     for _ in 0..4 {
         reloader.check();
     }
     assert_eq!(ask(&client).await, "Bearer three");
+}
+
+#[tokio::test]
+async fn token_file_is_followed_and_wins_over_a_token() {
+    let dir = tempfile::tempdir().unwrap();
+    let (path, token) = (dir.path().join("kubeconfig"), dir.path().join("token"));
+    let api = echo_api().await;
+    let user = "{token: other, tokenFile: token, client-certificate: \"\", client-key-data: \"\"}";
+    let cluster =
+        format!("{{server: {api}, certificate-authority-data: \"\", certificate-authority: \"\"}}");
+    std::fs::write(&path, kubeconfig(&cluster, user)).unwrap();
+    std::fs::write(&token, "one\n").unwrap();
+    let (mut reloader, registry) = reloader();
+    let client = client(Some(&path), &mut reloader, Files::Kubeconfig)
+        .await
+        .unwrap();
+    assert_eq!(ask(&client).await, "Bearer one");
+    std::fs::write(&token, "second\n").unwrap();
+    reloader.check();
+    reloader.check();
+    assert_eq!(ask(&client).await, "Bearer second");
+    let last = "culvert_last_reload_successful{files=\"kubeconfig\"}";
+    std::fs::write(&token, "\n").unwrap();
+    reloader.check();
+    reloader.check();
+    assert_eq!(ask(&client).await, "Bearer second");
+    assert!(registry.render().contains(&format!("{last} 0")));
+    std::fs::write(&token, "third").unwrap();
+    for _ in 0..4 {
+        reloader.check();
+    }
+    assert_eq!(ask(&client).await, "Bearer third");
+    std::fs::remove_file(&token).unwrap();
+    reloader.check();
+    assert_eq!(ask(&client).await, "Bearer third");
+    assert!(registry.render().contains(&format!("{last} 0")));
 }
 
 #[tokio::test]

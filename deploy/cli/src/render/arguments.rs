@@ -67,7 +67,10 @@ pub(super) fn server(target: &Target<'_>) -> Vec<String> {
     // Shorter than the grace period of pods. Old stock servers do not know the flag.
     let flag = "--graceful-shutdown-timeout";
     let is_sidecar = target.cluster.tunnel == Tunnel::Konnectivity;
-    if is_sidecar && !target.is_stock(Program::Server) && !user.iter().any(|arg| arg.starts_with(flag)) {
+    if is_sidecar
+        && !target.is_stock(Program::Server)
+        && !user.iter().any(|arg| arg.starts_with(flag))
+    {
         args.push(format!("{flag}=25s"));
     }
     args.extend(user.iter().cloned());
@@ -119,7 +122,9 @@ pub(super) fn agent(target: &Target<'_>) -> Vec<String> {
     ];
     args.extend(channel_size(target, user));
     // Shorter than the grace period of pods. The stock agent does not know the flag.
-    if !target.is_stock(Program::Agent) && !user.iter().any(|arg| arg.starts_with("--drain-timeout")) {
+    if !target.is_stock(Program::Agent)
+        && !user.iter().any(|arg| arg.starts_with("--drain-timeout"))
+    {
         args.push("--drain-timeout=25s".to_owned());
     }
     args.extend(user.iter().cloned());

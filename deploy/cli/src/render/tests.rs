@@ -526,7 +526,9 @@ fn only_our_programs_get_the_flags_of_their_drain() {
     ] {
         let has_flag = |more: &str| arguments(part, more).contains(&flag.to_owned());
         assert!(has_flag(""));
-        assert!(has_flag(&format!("images: {{{key}: mirror.local/{ours}:v1}}")));
+        assert!(has_flag(&format!(
+            "images: {{{key}: mirror.local/{ours}:v1}}"
+        )));
         for stock in ["stock".to_owned(), format!("mirror.local/{stock}:v0.33.0")] {
             assert!(!has_flag(&format!("images: {{{key}: '{stock}'}}")));
         }
@@ -538,7 +540,9 @@ fn plan_of_a_strategy_needs_the_file_of_its_end() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("cluster.yaml");
     let path = path.display();
-    let plan = parsed(&format!("render {path} --diff-from=NodePort --to=Tunneling"));
+    let plan = parsed(&format!(
+        "render {path} --diff-from=NodePort --to=Tunneling"
+    ));
     std::fs::write(path.to_string(), file("konnectivity", "NodePort", "")).unwrap();
     let why = super::render(&plan).map(drop).unwrap_err().to_string();
     assert!(why.contains("after the migration"), "{why}");

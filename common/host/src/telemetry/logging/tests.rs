@@ -63,6 +63,22 @@ fn header_has_klogs_layout() {
 }
 
 #[test]
+fn answers_of_the_kubernetes_api_are_not_logged_at_any_verbosity() {
+    let config = LogConfig {
+        verbosity: 10,
+        ..bare()
+    };
+    let lines = logged(&config, || {
+        warn!(target: "kube_client::client", "an answer with a token");
+        warn!(target: "kube_client::config", "a warning");
+    });
+    assert!(
+        lines.contains("a warning") && !lines.contains("token"),
+        "{lines}"
+    );
+}
+
+#[test]
 fn text_line_has_header_message_and_fields() {
     let line = logged(&LogConfig::default(), || {
         info!(attempt = 2, "agent connected")
