@@ -15,14 +15,14 @@ use culvert_host::net::readahead::ReadAhead;
 use culvert_host::net::{dial, long_path, proxy};
 use culvert_host::tls;
 use culvert_host::tls::reload::{ClientFiles, ClientTls};
-use culvert_konnectivity::grpc::{self, CallError, Piece, Reader};
+use culvert_konnectivity::grpc::{self, CallError, Piece, Reader, SendLimits};
 use culvert_konnectivity::message::{HALF_CLOSE_HEADER, Message};
 use culvert_konnectivity::metrics::Segment;
 use culvert_konnectivity::queue;
 use culvert_native as native;
 use culvert_native::COUNT_PUSHED_HEADER;
 use culvert_native::hello::{self, Answer, HelloError};
-use culvert_native::link::{Opener, Requests, Taker, TakerLimits};
+use culvert_native::link::{AGENT_SEND_BYTES, Opener, Requests, Taker, TakerLimits};
 use culvert_native::resume::{self, MaybeResumable, Process, ResumableIo};
 use culvert_native::window::{Inbound, PING_TIMEOUT, Pings, WindowProfile};
 use futures_util::Stream;
@@ -471,15 +471,32 @@ impl Connector {
             metrics: self.agent.metrics.clone(),
         };
         let tasks = &self.agent.tasks;
-        let called = grpc::call(requests, &self.origin, PATH, metadata, packets, tasks);
+        let path = inbound.clone();
+        let limits = SendLimits {
+            queue: AGENT_SEND_BYTES,
+            ahead: move || path.ahead(),
+        };
+        let called = grpc::call(
+            requests,
+            &self.origin,
+            PATH,
+            metadata,
+            packets,
+            limits,
+            tasks,
+        );
         let (answer, packets) = called.await?;
+        let half_close = answer.contains_key(HALF_CLOSE_HEADER);
+        if !half_close {
+            inbound.limit_ahead();
+        }
         let (server_id, server_count) = server_of(&answer).map_err(ConnectError::Answer)?;
         Ok(Reached::New(Box::new(Connected {
             server_id,
             server_count,
             pushes_count: false,
             transport: Transport::Packet {
-                half_close: answer.contains_key(HALF_CLOSE_HEADER),
+                half_close,
                 packets: Box::new(packets),
                 outgoing,
                 inbound,

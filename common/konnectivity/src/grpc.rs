@@ -7,20 +7,23 @@
 //! every other gRPC program.
 //!
 //! [`Reader`] turns a body into messages, and [`PacketBody`] turns messages into a body. [`answer`] and
-//! [`call`] handle the heads on the server and on the client. [`serve`] answers a call over `h2`. `packet` encodes and
-//! decodes one packet.
+//! [`call`] handle the heads on the server and on the client. [`serve`] answers a call over `h2`. `pacer` limits
+//! what a client sends ahead. `packet` encodes and decodes one packet.
 
 mod body;
 mod head;
 mod http2;
+mod pacer;
 mod packet;
 mod reader;
+mod room;
 #[cfg(test)]
 mod tests;
 
 pub use self::body::{PacketBody, Piece};
 pub use self::head::{CallError, Service, answer, call, serve};
 pub use self::http2::Received;
+pub use self::pacer::SendLimits;
 pub use self::packet::{decode, encode, encode_data_head};
 pub use self::reader::Reader;
 

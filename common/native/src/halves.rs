@@ -218,7 +218,7 @@ impl NativeSink {
     }
 
     /// Ends the connection and reports `reason` to the peer. Bytes sent earlier still reach the peer, unless no
-    /// chunk can be written for [`REST_STALL`]; the peer then sees [`CloseReason::Stalled`]. HTTP/2 discards
+    /// chunk can be written for two minutes; the peer then sees [`CloseReason::Stalled`]. HTTP/2 discards
     /// the unwritten chunks of a reset stream, so a task on `tasks` first waits for the writes.
     pub fn end(self, reason: CloseReason, tasks: &TaskTracker) {
         if self.queued.is_empty() {

@@ -36,8 +36,9 @@ use super::{LONG_PATH_FRAME_BYTES, SEND_BYTES};
 
 use self::estimate::{Estimate, FORGET_AFTER};
 pub use self::profile::{
-    BESIDE_BYTES, CROWDED_BYTES, LONG_PATH_BYTES, PACKETS_BESIDE_BYTES, PACKETS_LONG_PATH_BYTES,
-    SHORT_PATH_BYTES, WindowProfile,
+    AHEAD_ROUND_TRIP, AHEAD_ROUND_TRIPS, BESIDE_BYTES, CROWDED_BYTES, LONG_PATH_BYTES,
+    PACKETS_AHEAD_BYTES, PACKETS_BESIDE_BYTES, PACKETS_LONG_PATH_BYTES, SHORT_PATH_BYTES,
+    WindowProfile,
 };
 
 /// Bytes to receive before the path is measured again.
@@ -46,10 +47,10 @@ const SAMPLE_BYTES: u64 = 128 * 1024;
 /// Shortest pause between two measurements.
 const SAMPLE_PAUSE: Duration = Duration::from_millis(50);
 
-/// Number of measurements that confirm a long path. A busy machine may answer the first one late.
+/// Number of measurements that confirm a round trip. A busy machine may answer the first one late.
 const CONFIRM_AFTER: u32 = 3;
 
-/// Pause between the measurements that confirm a long path.
+/// Pause between the measurements that confirm a round trip.
 const CONFIRM_PAUSE: Duration = Duration::from_secs(1);
 
 /// Time for which a small stream counts as active after a frame.
@@ -100,6 +101,10 @@ pub struct Inbound {
     /// True if the shortest round trip is at least [`LONG_PATH`].
     is_long: AtomicBool,
     window: AtomicU32,
+    /// True if the limit of [`ahead`](Self::ahead) applies.
+    is_ahead_limited: AtomicBool,
+    /// Limit of the bytes that the peer has not read, see [`ahead`](Self::ahead). 0 without a limit.
+    ahead: AtomicU32,
     resized: Notify,
     /// True if the tuner has to ping the peer at once.
     probe: AtomicBool,
@@ -198,6 +203,8 @@ impl Inbound {
             is_admitted: AtomicBool::new(!profile.is_of_connection()),
             is_long: AtomicBool::new(false),
             window: AtomicU32::new(profile.initial()),
+            is_ahead_limited: AtomicBool::new(false),
+            ahead: AtomicU32::new(0),
             resized: Notify::new(),
             probe: AtomicBool::new(false),
             link_changes: AtomicU32::new(0),
@@ -232,6 +239,19 @@ impl Inbound {
     /// Restarts the clock of the pings: the link has another transport.
     pub(crate) fn link_resumed(&self) {
         self.link_changes.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Limits the bytes that the peer of a packet stream has not read: a stock server, whose window follows the rate.
+    pub fn limit_ahead(&self) {
+        self.is_ahead_limited.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns the limit of the bytes that the peer has not read; `None` without a limit. The limit is
+    /// [`PACKETS_AHEAD_BYTES`] on a path with a round trip of at most [`AHEAD_ROUND_TRIP`], half of it while small
+    /// messages arrive, and grows with the round trip.
+    pub fn ahead(&self) -> Option<usize> {
+        let bytes = self.ahead.load(Ordering::Relaxed) as usize;
+        (bytes > 0 && self.is_ahead_limited.load(Ordering::Relaxed)).then_some(bytes)
     }
 
     /// Opens the window of a packet stream, once its peer is authenticated.
@@ -380,6 +400,11 @@ impl Tuner {
                 self.estimate.beside();
             }
         }
+        if self.inbound.is_of_connection() {
+            let is_beside = self.small.0.is_some_and(|at| at.elapsed() < SMALL_LINGER);
+            let ahead = self.estimate.ahead(is_beside);
+            self.inbound.ahead.store(ahead, Ordering::Relaxed);
+        }
         self.look_at_link();
         let received = self.inbound.arrived();
         let is_measured = self.inbound.profile.is_measured();
@@ -416,6 +441,7 @@ impl Tuner {
                 && received - self.last.1 >= SAMPLE_BYTES
                 && self.inbound.heard() - self.last_heard >= SAMPLE_BYTES
                 && self.last.0.elapsed() >= SAMPLE_PAUSE)
+            || self.is_confirmation_due(received)
         {
             self.ask(received);
         }
@@ -442,6 +468,15 @@ impl Tuner {
             cx.waker().wake_by_ref();
         }
         Ok(())
+    }
+
+    /// Returns true if a packet stream needs another measurement of a quiet path: the limit of the bytes ahead follows the
+    /// shortest round trip, and bulk to the peer causes no measurements. The peer has sent DATA since the last ping.
+    fn is_confirmation_due(&self, received: u64) -> bool {
+        self.inbound.is_of_connection()
+            && received > self.last.1
+            && self.estimate.samples < CONFIRM_AFTER
+            && self.last.0.elapsed() >= CONFIRM_PAUSE
     }
 
     /// Restarts the time limit of the peer after a break of the link.

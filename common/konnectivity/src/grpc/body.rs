@@ -11,6 +11,7 @@ use hyper::body::{Body, Frame};
 use tonic::Status;
 
 use super::packet;
+use super::room::Charge;
 use crate::message::Message;
 
 /// Approximate size limit, in bytes, for a DATA frame shared by messages that are ready together. Sharing
@@ -41,8 +42,9 @@ enum Side {
 /// for the end of a body.
 #[derive(Debug, Default)]
 pub struct Piece {
-    head: Bytes,
+    pub(super) head: Bytes,
     payload: Bytes,
+    pub(super) charge: Option<Charge>,
 }
 
 // === impl PacketBody ===
@@ -106,7 +108,11 @@ where
             }
         }
         let head = Bytes::from(head);
-        Poll::Ready((!head.is_empty()).then_some(Piece { head, payload }))
+        Poll::Ready((!head.is_empty()).then_some(Piece {
+            head,
+            payload,
+            charge: None,
+        }))
     }
 }
 

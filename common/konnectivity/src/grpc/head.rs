@@ -16,6 +16,7 @@ use tonic::{Code, Status};
 use tracing::debug;
 
 use super::http2::{self, Received};
+use super::pacer::{Pacer, SendLimits};
 use super::reader::status_of;
 use super::{PacketBody, Piece, Reader};
 use crate::message::Message;
@@ -96,7 +97,9 @@ pub async fn serve<S: Service<Received>>(
     let is_head_only = body.is_end_stream();
     match respond.send_response(Response::from_parts(head, ()), is_head_only) {
         Ok(_) if is_head_only => {}
-        Ok(stream) => http2::send(body, stream).await,
+        Ok(stream) => {
+            http2::send(body, stream, None::<Pacer<fn() -> Option<usize>>>).await;
+        }
         Err(error) => {
             debug!(%error, "cannot send the head of an answer");
             respond.send_reset(Reason::INTERNAL_ERROR);
@@ -160,13 +163,14 @@ pub enum CallError {
 }
 
 /// Opens a call of the method at `path`, and waits for the head of the response. Returns the metadata and the
-/// messages of the response. A task of `tasks` sends the packets.
+/// messages of the response. A task of `tasks` sends the packets within `limits`.
 pub async fn call<S>(
     connection: SendRequest<Piece>,
     origin: &Uri,
     path: &'static str,
     metadata: MetadataMap,
     packets: S,
+    limits: SendLimits<impl Fn() -> Option<usize> + Send + 'static>,
     tasks: &TaskTracker,
 ) -> Result<(MetadataMap, Reader), CallError>
 where
@@ -183,7 +187,8 @@ where
     headers.insert(TE, HeaderValue::from_static("trailers"));
     headers.insert(CONTENT_TYPE, HeaderValue::from_static(GRPC));
     let (response, stream) = connection.ready().await?.send_request(request, false)?;
-    tasks.spawn(http2::send(PacketBody::request(packets), stream));
+    let pacer = Some(Pacer::new(limits));
+    tasks.spawn(http2::send(PacketBody::request(packets), stream, pacer));
     let response = response.await?;
     let refused = |status| CallError::Refused(Box::new(status));
     is_plain(response.headers()).map_err(refused)?;

@@ -12,6 +12,8 @@ use tonic::Status;
 use tracing::debug;
 
 use super::body::{PacketBody, Piece};
+use super::pacer::Pacer;
+use super::room::{SendError, room};
 use crate::message::Message;
 
 /// Body that a peer sends. A received frame returns its bytes to the windows at once, because a reader of packets
@@ -22,25 +24,17 @@ pub struct Received {
     is_data_done: bool,
 }
 
-/// Reason why a body was not sent to its end.
-#[derive(Debug, thiserror::Error)]
-enum SendError {
-    #[error("the peer reset the stream: {0}")]
-    Reset(Reason),
-    #[error(transparent)]
-    Http(#[from] h2::Error),
-    #[error("the stream has ended")]
-    Ended,
-    #[error("the packets ended with an error: {0}")]
-    Packets(Status),
-}
-
-/// Sends a body to its end. Ends early if the peer resets the stream.
-pub(super) async fn send<S>(body: PacketBody<S>, mut stream: SendStream<Piece>)
-where
+/// Sends a body to its end. Ends early if the peer resets the stream. Without a `pacer`, the
+/// send queue of HTTP/2 has the only limit.
+pub(super) async fn send<S, F>(
+    body: PacketBody<S>,
+    mut stream: SendStream<Piece>,
+    pacer: Option<Pacer<F>>,
+) where
     S: Stream<Item = Result<Message, Status>> + Unpin,
+    F: Fn() -> Option<usize>,
 {
-    match send_frames(body, &mut stream).await {
+    match send_frames(body, &mut stream, pacer).await {
         Ok(()) => {}
         Err(error @ SendError::Packets(_)) => {
             debug!(%error, "resetting a stream");
@@ -50,12 +44,14 @@ where
     }
 }
 
-async fn send_frames<S>(
+async fn send_frames<S, F>(
     mut body: PacketBody<S>,
     stream: &mut SendStream<Piece>,
+    mut pacer: Option<Pacer<F>>,
 ) -> Result<(), SendError>
 where
     S: Stream<Item = Result<Message, Status>> + Unpin,
+    F: Fn() -> Option<usize>,
 {
     loop {
         let next = poll_fn(|cx| {
@@ -68,10 +64,16 @@ where
             return Ok(stream.send_data(Piece::default(), true)?);
         };
         match frame.map_err(SendError::Packets)?.into_data() {
-            Ok(piece) => {
+            Ok(mut piece) => {
                 let is_last = body.is_end_stream();
                 if piece.has_remaining() {
-                    room(stream).await?;
+                    match &mut pacer {
+                        Some(pacer) => {
+                            pacer.room(stream).await?;
+                            piece.charge = Some(pacer.charge(piece.remaining()));
+                        }
+                        None => room(stream).await?,
+                    }
                 }
                 stream.send_data(piece, is_last)?;
                 if is_last {
@@ -86,22 +88,6 @@ where
             }
         }
     }
-}
-
-/// Waits until the stream may send something. `h2` then accepts a whole piece, and the rest of the piece waits in
-/// `h2`. The room is requested only once a piece is there: a stream without data must not reserve the window of the
-/// connection.
-async fn room(stream: &mut SendStream<Piece>) -> Result<(), SendError> {
-    stream.reserve_capacity(1);
-    while stream.capacity() == 0 {
-        let more = poll_fn(|cx| match stream.poll_reset(cx) {
-            Poll::Ready(Ok(reason)) => Poll::Ready(Some(Err(reason.into()))),
-            Poll::Ready(Err(error)) => Poll::Ready(Some(Err(error))),
-            Poll::Pending => stream.poll_capacity(cx),
-        });
-        more.await.ok_or(SendError::Ended)??;
-    }
-    Ok(())
 }
 
 // === impl Received ===

@@ -26,7 +26,8 @@ const FRAME_BYTES: u32 = 64 * 1024;
 /// its own.
 pub const SERVER_SEND_BYTES: usize = 400 * 1024;
 
-/// Largest number of unsent bytes of the stream in HTTP/2 at the agent.
+/// Largest number of unsent bytes of the stream in HTTP/2 at the agent. The sender observes this limit, because the limit of
+/// `h2` would hide the part of the server's window above it.
 pub const AGENT_SEND_BYTES: usize = 1024 * 1024;
 
 /// Number of streams that a peer may have reset because of its own errors before its connection ends.
@@ -118,7 +119,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Opener<S, B> {
         let (requests, mut connection) = client::Builder::new()
             .initial_window_size(PACKETS_LONG_PATH_BYTES)
             .max_frame_size(FRAME_BYTES)
-            .max_send_buffer_size(AGENT_SEND_BYTES)
+            .max_send_buffer_size(u32::MAX as usize)
             .max_header_list_size(HEADER_BYTES)
             .max_local_error_reset_streams(Some(ERROR_RESETS))
             .data_frame_budget(SMALL_FRAMES)

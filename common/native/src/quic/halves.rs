@@ -314,7 +314,7 @@ impl QuicSink {
     }
 
     /// Ends the connection and reports `reason` to the peer. Bytes sent earlier still reach the peer, if the peer reads
-    /// them within [`REST_LIMIT`]; otherwise the peer sees [`CloseReason::Stalled`].
+    /// them within ten minutes; otherwise the peer sees [`CloseReason::Stalled`].
     pub fn end(mut self, reason: CloseReason, tasks: &TaskTracker) {
         self.state.end_with(code(reason));
         let Some(mut stream) = self.stream.take() else {

@@ -2,7 +2,10 @@
 
 use std::time::Duration;
 
-use super::{LONG_PATH_BYTES, SAMPLE_BYTES, WindowProfile};
+use super::{
+    AHEAD_ROUND_TRIP, AHEAD_ROUND_TRIPS, LONG_PATH_BYTES, PACKETS_AHEAD_BYTES, SAMPLE_BYTES,
+    WindowProfile,
+};
 
 /// Number of consecutive measurements that must call for a smaller window before the window shrinks.
 const SHRINK_AFTER: u32 = 8;
@@ -83,6 +86,21 @@ impl Estimate {
         if wanted >= self.window || self.smaller >= SHRINK_AFTER {
             self.window = wanted;
             self.smaller = 0;
+        }
+    }
+
+    /// Returns the limit of [`Inbound::ahead`](super::Inbound::ahead), in bytes; 0 without a limit. `is_beside` is true while
+    /// small messages arrive. Before the first measurement, the path counts as short, so that the window of the server does
+    /// not grow meanwhile.
+    pub(super) fn ahead(&self, is_beside: bool) -> u32 {
+        let shortest = match self.shortest {
+            Duration::MAX => Duration::ZERO,
+            shortest => shortest,
+        };
+        let trips = shortest.div_duration_f64(AHEAD_ROUND_TRIP).max(1.0);
+        match trips <= AHEAD_ROUND_TRIPS {
+            true => (f64::from(PACKETS_AHEAD_BYTES) * trips) as u32 / if is_beside { 2 } else { 1 },
+            false => 0,
         }
     }
 

@@ -1,5 +1,7 @@
 //! The bounds of a window.
 
+use std::time::Duration;
+
 /// Window of a short path and initial window of a Konnectivity connection, in bytes. Smaller windows cost
 /// processor time, because the two ends wait for each other more often (docs/decisions/0008).
 pub const SHORT_PATH_BYTES: u32 = 1024 * 1024;
@@ -18,6 +20,17 @@ pub const CROWDED_BYTES: u32 = 64 * 1024;
 /// Smallest window of a packet stream, in bytes: while small messages flow alongside bulk, and while many bytes are
 /// unread. A smaller window costs a stock agent throughput (docs/decisions/0017).
 pub const PACKETS_BESIDE_BYTES: u32 = 256 * 1024;
+
+/// Largest number of bytes that a stock server has not read, on a short path. A smaller limit costs throughput
+/// (docs/decisions/0017).
+pub const PACKETS_AHEAD_BYTES: u32 = 512 * 1024;
+
+/// Round trip up to which [`PACKETS_AHEAD_BYTES`] suffice for 2 GiB/s. The limit grows with the round trip, up to four times
+/// these bytes at 1 ms. Longer paths have no limit.
+pub const AHEAD_ROUND_TRIP: Duration = Duration::from_micros(250);
+
+/// Longest round trip with a limit, as a multiple of [`AHEAD_ROUND_TRIP`].
+pub const AHEAD_ROUND_TRIPS: f64 = 4.0;
 
 /// Largest window of a packet stream, in bytes: 106 MiB/s at 100 ms. grpc-go's window grows to the same size.
 pub const PACKETS_LONG_PATH_BYTES: u32 = 16 * 1024 * 1024;

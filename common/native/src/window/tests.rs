@@ -157,3 +157,22 @@ fn packet_stream_has_bounds_of_its_own() {
     estimate.crowded(BUDGET, 1);
     assert_eq!(estimate.window, PACKETS_BESIDE_BYTES);
 }
+
+#[test]
+fn bytes_ahead_of_a_stock_server_are_limited_on_short_paths() {
+    let ahead = |micros: u64, is_beside: bool| {
+        let mut estimate = Estimate::new(WindowProfile::Packets, BUDGET);
+        assert!(
+            estimate.ahead(is_beside) > 0,
+            "the path is not measured yet"
+        );
+        estimate.measured(0, Duration::from_micros(micros), 0);
+        estimate.ahead(is_beside)
+    };
+    assert_eq!(ahead(50, false), PACKETS_AHEAD_BYTES);
+    assert_eq!(ahead(50, true), PACKETS_AHEAD_BYTES / 2);
+    assert_eq!(ahead(500, false), 2 * PACKETS_AHEAD_BYTES);
+    assert_eq!(ahead(1000, true), 2 * PACKETS_AHEAD_BYTES);
+    assert_eq!(ahead(1000, false), 4 * PACKETS_AHEAD_BYTES);
+    assert_eq!(ahead(1100, true), 0);
+}

@@ -7,20 +7,21 @@ use std::time::Duration;
 
 use culvert_proto::proxy_service_client::ProxyServiceClient;
 use futures_util::FutureExt as _;
-use h2::SendStream;
 use h2::client::{ResponseFuture, SendRequest};
+use h2::{RecvStream, SendStream};
 use http::{Request, Response, StatusCode};
 use hyper::body::Incoming;
 use hyper::server::conn::http2 as server;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::io::DuplexStream;
 use tokio::sync::mpsc;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 use tokio_util::task::TaskTracker;
 use tonic::Code;
 use tonic::metadata::MetadataMap;
 use tower::ServiceExt as _;
 
+use super::super::pacer::{PATIENCE, Pacer};
 use super::*;
 
 const PATH: &str = "/ProxyService/Proxy";
@@ -110,7 +111,11 @@ async fn call_over(
     }
     let origin = http::Uri::from_static("http://server/");
     let (packets, tasks) = (Rounds::new([said()]), TaskTracker::new());
-    call(requests, &origin, PATH, metadata, packets, &tasks).await
+    let limits = SendLimits {
+        queue: usize::MAX,
+        ahead: || None,
+    };
+    call(requests, &origin, PATH, metadata, packets, limits, &tasks).await
 }
 
 /// Serves the calls of one connection by [`serve`] in its own task, and returns the other end.
@@ -384,4 +389,165 @@ fn invalid_calls_are_refused_as_in_grpc_go() {
         assert_eq!(status, grpc, "{shown}");
         assert_eq!(response.body().is_end_stream(), grpc.is_some(), "{shown}");
     }
+}
+
+/// Server that receives packets of 8 KiB, and returns them to its window only if the test does.
+struct Slow {
+    body: RecvStream,
+    /// Bytes received so far.
+    received: usize,
+}
+
+impl Slow {
+    const PACKET: usize = 8 * 1024;
+
+    /// Starts a call of `count` packets within `limits` to a server with a window.
+    async fn start(
+        window: u32,
+        count: usize,
+        limits: SendLimits<impl Fn() -> Option<usize> + Send + 'static>,
+    ) -> Self {
+        let (near, far) = tokio::io::duplex(1 << 22);
+        let mut settings = h2::client::Builder::new();
+        settings.max_send_buffer_size(1 << 25);
+        let (requests, connection) = settings.handshake(near).await.unwrap();
+        tokio::spawn(connection);
+        let data = |_| Message::Data {
+            connection: crate::message::ConnectId(1),
+            bytes: vec![7; Self::PACKET].into(),
+        };
+        let packets = Rounds::new((0..count).map(|at| vec![data(at)]));
+        tokio::spawn(async move {
+            let origin = http::Uri::from_static("http://server/");
+            let (tasks, metadata) = (TaskTracker::new(), MetadataMap::new());
+            call(requests, &origin, PATH, metadata, packets, limits, &tasks).await
+        });
+        let mut settings = h2::server::Builder::new();
+        settings
+            .initial_window_size(window)
+            .initial_connection_window_size(4 * window);
+        let mut connection = settings.handshake::<_, Bytes>(far).await.unwrap();
+        let (request, _respond) = connection.accept().await.unwrap().unwrap();
+        tokio::spawn(async move { connection.accept().await.map(|_| ()) });
+        Self {
+            body: request.into_body(),
+            received: 0,
+        }
+    }
+
+    /// Receives until nothing has arrived for `pause`.
+    async fn receive(&mut self, pause: Duration) {
+        while let Ok(Some(frame)) = timeout(pause, self.body.data()).await {
+            self.received += frame.unwrap().len();
+        }
+    }
+
+    fn release(&mut self, count: usize) {
+        self.body.flow_control().release_capacity(count).unwrap();
+    }
+}
+
+fn ahead(limit: usize) -> SendLimits<impl Fn() -> Option<usize> + Send + 'static> {
+    SendLimits {
+        queue: usize::MAX,
+        ahead: move || Some(limit),
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn bytes_that_the_server_has_not_read_are_limited() {
+    const LIMIT: usize = 128 * 1024;
+    let mut server = Slow::start(256 * 1024, 256, ahead(LIMIT)).await;
+    server.receive(PATIENCE / 2).await;
+    let most = LIMIT + 2 * Slow::PACKET;
+    assert!(
+        (LIMIT..most).contains(&server.received),
+        "{}",
+        server.received
+    );
+    // A server that returns nothing still receives its whole window.
+    server.receive(2 * PATIENCE).await;
+    assert_eq!(server.received, 256 * 1024);
+    server.release(server.received);
+    while let Some(frame) = server.body.data().await {
+        let count = frame.unwrap().len();
+        server.release(count);
+        server.received += count;
+    }
+    assert!(server.received > 256 * Slow::PACKET, "{}", server.received);
+}
+
+#[tokio::test(start_paused = true)]
+async fn limit_follows_a_large_window() {
+    const WINDOW: usize = 4 << 20;
+    let mut server = Slow::start(WINDOW as u32, 1024, ahead(1)).await;
+    server.receive(PATIENCE / 2).await;
+    let limit = WINDOW / 8 * 3;
+    let most = limit + 2 * Slow::PACKET;
+    assert!(
+        (limit..most).contains(&server.received),
+        "{}",
+        server.received
+    );
+}
+
+/// Many programs return read bytes once they amount to half of the window.
+#[tokio::test(start_paused = true)]
+async fn server_that_returns_half_of_its_window_is_waited_for_once() {
+    const WINDOW: usize = 1 << 20;
+    let mut server = Slow::start(WINDOW as u32, 1024, ahead(1)).await;
+    let started = Instant::now();
+    let mut unreturned = 0;
+    while let Some(frame) = server.body.data().await {
+        let count = frame.unwrap().len();
+        server.received += count;
+        unreturned += count;
+        if unreturned >= WINDOW / 2 {
+            server.release(unreturned);
+            unreturned = 0;
+        }
+    }
+    assert!(server.received > 1024 * Slow::PACKET, "{}", server.received);
+    assert!(started.elapsed() <= 2 * PATIENCE, "{:?}", started.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn bytes_in_the_send_queue_are_limited() {
+    const LIMIT: usize = 64 * 1024;
+    let (near, far) = tokio::io::duplex(1024);
+    let (requests, connection) = h2::client::Builder::new()
+        .max_send_buffer_size(1 << 25)
+        .handshake::<_, Piece>(near)
+        .await
+        .unwrap();
+    tokio::spawn(connection);
+    let server = async {
+        let mut settings = h2::server::Builder::new();
+        settings.initial_window_size(1 << 20);
+        let mut connection = settings.handshake::<_, Bytes>(far).await.unwrap();
+        let call = connection.accept().await.unwrap().unwrap();
+        // The server reads no more.
+        (connection, call)
+    };
+    let client = async {
+        let request = Request::new(());
+        let mut requests = requests.ready().await.unwrap();
+        let (_response, mut stream) = requests.send_request(request, false).unwrap();
+        let mut pacer = Pacer::new(SendLimits {
+            queue: LIMIT,
+            ahead: || None,
+        });
+        let mut sent = 0;
+        while let Ok(room) = timeout(PATIENCE, pacer.room(&mut stream)).await {
+            room.unwrap();
+            let mut piece = Piece::default();
+            piece.head = vec![7; Slow::PACKET].into();
+            piece.charge = Some(pacer.charge(Slow::PACKET));
+            stream.send_data(piece, false).unwrap();
+            sent += Slow::PACKET;
+        }
+        sent
+    };
+    let (sent, _server) = tokio::join!(client, server);
+    assert!((LIMIT..2 * LIMIT).contains(&sent), "{sent}");
 }
