@@ -201,6 +201,8 @@ pub struct ServerMetrics {
     pub switch_duration: Histogram,
     /// 1 while a switch of tunnels is in progress.
     pub switching: Gauge,
+    /// Number of problems of the tunnel mode that the status shows.
+    pub switch_problems: Gauge,
     tunnel_mode: Family<Mode, Gauge>,
     /// Open connections of a tunnel.
     pub tunnel_connections: Family<Kind, Gauge>,
@@ -324,6 +326,12 @@ impl ServerMetrics {
                 "culvert_tunnel_switching",
                 &[],
                 "1 while a switch of tunnels is in progress.",
+            ),
+            switch_problems: registry.gauge(
+                "culvert_tunnel_switch_problems",
+                &[],
+                "Number of problems of the tunnel mode that culvert status shows: a mode file that cannot be used, or a \
+                 state file that cannot be saved.",
             ),
             tunnel_mode: Family::new(
                 &registry,

@@ -26,6 +26,9 @@ const TICK: Duration = Duration::from_millis(100);
 /// Interval between checks of the mode file. Two checks must see a change before the change takes effect.
 const POLL: Duration = Duration::from_millis(200);
 
+/// Pause after a state that could not be saved, before the same state is saved again.
+const SAVE_PAUSE: Duration = Duration::from_secs(5);
+
 /// Maximum number of waiting requests. A request takes as long as writing the state file.
 const WAITING_REQUESTS: usize = 16;
 
@@ -79,7 +82,9 @@ pub(crate) struct Driver {
     mode_file: Option<FileFollower>,
     state: Option<StateFile>,
     /// State saved last, without its times.
-    saved: Option<(Mode, SetBy, Option<Mode>, Phase)>,
+    saved: Option<Essence>,
+    /// State that could not be saved, and the time of the attempt.
+    unsaved: Option<(Essence, Instant)>,
     requests: mpsc::Receiver<Command>,
     /// Keeps `requests` open without any [`Switcher`]; the task still follows the file.
     _sender: mpsc::Sender<Command>,
@@ -87,6 +92,9 @@ pub(crate) struct Driver {
     router: Arc<Router>,
     metrics: Arc<ServerMetrics>,
 }
+
+/// State without its times.
+type Essence = (Mode, SetBy, Option<Mode>, Phase);
 
 /// Sets the mode and the route to start with.
 ///
@@ -124,6 +132,7 @@ pub(crate) fn start(
         mode_file: start.mode_file,
         state: start.state,
         saved: None,
+        unsaved: None,
         requests,
         _sender: sender,
         shown,
@@ -185,7 +194,6 @@ impl Switcher {
         };
         let second = route.second();
         let second = second.filter(|kind| tunnels.iter().any(|status| status.tunnel == *kind));
-        let problems = [&shown.state_problem, &shown.unreadable, &shown.wrong];
         Status {
             link_congestion: self.link_congestion.as_deref().map(str::to_owned),
             draining: self.router.is_draining(),
@@ -195,8 +203,18 @@ impl Switcher {
             switch,
             tunnels,
             last_switch_seconds: shown.last.map(|took| took.as_secs_f64()),
-            problems: problems.into_iter().flatten().cloned().collect(),
+            problems: shown.problems().cloned().collect(),
         }
+    }
+}
+
+// === impl Shown ===
+
+impl Shown {
+    fn problems(&self) -> impl Iterator<Item = &String> {
+        [&self.state_problem, &self.unreadable, &self.wrong]
+            .into_iter()
+            .flatten()
     }
 }
 
@@ -220,7 +238,7 @@ impl Driver {
 
     fn look_again(&self) -> Option<Instant> {
         if self.machine.phase() == Phase::Settled {
-            return None;
+            return self.unsaved.map(|(_, at)| at + SAVE_PAUSE);
         }
         let tick = Instant::now() + TICK;
         let timeout = self.machine.poll_timeout();
@@ -317,6 +335,8 @@ impl Driver {
             shown.phase = phase;
         }
         self.save(phase).await;
+        let problems = self.shown.lock().problems().count();
+        self.metrics.switch_problems.set(problems as f64);
     }
 
     fn handle(&self, event: Event) {
@@ -365,7 +385,9 @@ impl Driver {
         };
         let mode = self.machine.mode();
         let now = (mode, self.set_by, self.file, phase.essence());
-        if self.saved == Some(now) {
+        let has_just_failed =
+            |(state, at): (Essence, Instant)| state == now && at.elapsed() < SAVE_PAUSE;
+        if self.saved == Some(now) || self.unsaved.is_some_and(has_just_failed) {
             return;
         }
         let saved = Saved::new(mode, self.set_by, self.flag, self.file);
@@ -377,9 +399,10 @@ impl Driver {
         {
             error!("{why}; a restart would lose the last switch");
         }
-        if problem.is_none() {
-            self.saved = Some(now);
-        }
+        (self.saved, self.unsaved) = match problem {
+            None => (Some(now), None),
+            Some(_) => (self.saved, Some((now, Instant::now()))),
+        };
         shown.state_problem = problem;
     }
 }

@@ -409,9 +409,17 @@ async fn state_that_cannot_be_saved_is_reported_and_blocks_nothing() {
     assert_eq!(running.world.opened_by().await, O);
     let problems = running.switcher.status().problems;
     assert!(problems[0].contains("cannot save"), "{problems:?}");
+    let shows = |count: u32| {
+        let line = format!("culvert_tunnel_switch_problems {count}\n");
+        let page = running.world.metrics.registry().render();
+        assert!(page.contains(&line), "{page}");
+    };
+    shows(1);
+    running.settled().await;
     std::fs::create_dir(state.parent().unwrap()).unwrap();
-    running.switch(Mode::Konnectivity, None).await;
+    sleep(SAVE_PAUSE + TICK).await;
     assert_eq!(running.switcher.status().problems, [""; 0]);
+    shows(0);
     assert!(state.exists());
     running.end().await;
 }
