@@ -203,7 +203,7 @@ pub(super) async fn serve_quic(
         let tasks = context.tasks.clone();
         shards.spawn(seat.shard(), &tasks, async move {
             let _seat = seat;
-            // Boxed, so that a peer that waits for a slot costs little memory.
+            // Boxed, so that a peer in its handshake costs little memory.
             Box::pin(agents.serve_quic(&context, &endpoint, incoming)).await;
         });
     }

@@ -154,6 +154,19 @@ impl Admission {
         taken.map_err(|_| Unadmitted::Displaced)
     }
 
+    /// Takes a slot for a peer of the host `from`, whose first packet came at `since`, without waiting.
+    ///
+    /// # Errors
+    /// Fails if no slot is free.
+    pub fn try_enter(
+        self: &Arc<Self>,
+        from: IpAddr,
+        since: Instant,
+    ) -> Result<Arc<Candidate>, Unadmitted> {
+        let taken = self.take(host_key(from), since + self.limits.deadline);
+        taken.ok_or(Unadmitted::Displaced)
+    }
+
     /// Limits the bytes read from a peer before its admission.
     pub fn gate<S>(&self, stream: S, candidate: &Arc<Candidate>) -> Gated<S> {
         Gated {
@@ -420,6 +433,17 @@ mod tests {
         // A displaced peer does not free a second slot.
         drop(second);
         assert_eq!(admission.len(), 4);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn peer_that_does_not_wait_gets_a_free_slot_or_none() {
+        let admission = Admission::new(LIMITS);
+        let of_crowd = || admission.try_enter(address("192.0.2.9"), Instant::now());
+        let crowd: Vec<_> = (0..4).map(|_| of_crowd().unwrap()).collect();
+        assert_eq!(of_crowd().map(drop), Err(Unadmitted::Displaced));
+        let other = admission.try_enter(address("192.0.2.1"), Instant::now());
+        assert!(other.is_ok() && crowd[0].is_displaced());
+        assert_eq!(admission.hosts.lock().queued, 0);
     }
 
     #[tokio::test(start_paused = true)]

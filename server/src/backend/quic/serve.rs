@@ -77,11 +77,14 @@ impl Agents {
     ) {
         let remote = incoming.remote_address();
         let peer = remote.to_string();
-        let entered = context.admission.enter(remote.ip(), Instant::now());
-        let candidate = match context.shutdown.run_until_cancelled(entered).await {
-            Some(Ok(candidate)) => candidate,
-            Some(Err(why)) => return context.refuse(why, &peer),
-            None => return,
+        // The endpoint ignores all new peers while too many have no decision, so no peer waits for a slot here: the agent
+        // repeats its first packet.
+        let candidate = match context.admission.try_enter(remote.ip(), Instant::now()) {
+            Ok(candidate) => candidate,
+            Err(why) => {
+                incoming.ignore();
+                return context.refuse(why, &peer);
+            }
         };
         let connection = handshake(context, endpoint, incoming, &peer, &candidate);
         let Some(connection) = connection.await else {
