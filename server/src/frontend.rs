@@ -86,9 +86,8 @@ impl Frontend {
                 reason = %reason,
                 from_endpoint = ended.from_endpoint,
                 "the client reads more slowly than its endpoint sends: closing this connection, other \
-                 connections go on. A stock agent cannot be slowed down for one connection; a \
-                 culvert-agent with flow control for each connection can. For longer bursts raise \
-                 --excess-buffer-bytes or --stall-timeout"
+                 connections go on. {}",
+                sink.advice_for_slow_client()
             );
         }
         self.closed(reason);

@@ -187,6 +187,20 @@ impl ToEndpoint {
         }
     }
 
+    /// Returns the remedy if the connection is closed because its client reads too slowly.
+    pub fn advice_for_slow_client(&self) -> &'static str {
+        match self {
+            Self::Packet(_) => {
+                "A stock agent cannot be slowed down for one connection; a culvert-agent with flow control for each \
+                 connection can. For longer bursts raise --excess-buffer-bytes or --stall-timeout"
+            }
+            Self::Native(_) | Self::Quic(_) | Self::Flow(_) => {
+                "Too many clients of the agent's connections read nothing, and this client stopped first; find the clients \
+                 that stopped reading"
+            }
+        }
+    }
+
     /// Ends the connection after all sent bytes, and reports the reason to the peer if the transport can
     /// carry a reason.
     pub fn end(self, reason: CloseReason, tasks: &TaskTracker) {
