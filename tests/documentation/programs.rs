@@ -104,6 +104,7 @@ fn compatibility_page_lists_exactly_the_metrics_of_front_door_and_node_tunnel() 
     follow(proxy.registry(), culvert_door::files::Files::Tunneling);
     let proxy = proxy.render(&Table::new(1));
     let tunnel = culvert_node_tunnel::metrics::TunnelMetrics::new().unwrap();
+    follow(tunnel.registry(), culvert_node_tunnel::files::Files::Proxy);
     let pages = proxy + &tunnel.registry().render();
     let families = pages
         .lines()

@@ -11,10 +11,12 @@ use culvert_tests::haproxy::HaProxy;
 use culvert_tests::kube_api::KubeApi;
 use culvert_tests::metrics::{http_get, scrape};
 use culvert_tests::ports::Ports;
+use culvert_tests::rotation::{count, uses};
 use culvert_tests::{Program, Signal, eventually};
 use http::StatusCode;
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
 
 use crate::support::{Door, LIMIT, Upstream, timely};
 
@@ -274,8 +276,10 @@ async fn renewed_client_certificate_is_used_without_a_restart() {
     let strangers = tempfile::tempdir().unwrap();
     let stranger = Pki::create(strangers.path()).unwrap();
     let services = Services::start().await.unwrap();
-    let flags = mutual_tls(&pki);
-    let door = door(&services, &flags.each_ref().map(String::as_str)).await;
+    let door_flags = mutual_tls(&pki);
+    let door_flags = door_flags.each_ref().map(String::as_str);
+    let first = door(&services, &door_flags).await;
+    let (address, target) = balancer(first.tunneling).await;
     // The certificate of the other authority is like one that has expired.
     let flags = [
         format!("--proxy-ca={}", pki.ca.display()),
@@ -283,13 +287,29 @@ async fn renewed_client_certificate_is_used_without_a_restart() {
         format!("--proxy-key={}", stranger.agent.key.display()),
     ];
     let flags = flags.each_ref().map(String::as_str);
-    let node = Node::start(door.tunneling, &[RAW], &flags).await;
+    let node = Node::start(address, &[RAW], &flags).await;
     let text = "cannot connect to the proxy";
     node.program.wait_for_log(text, LIMIT).await;
     std::fs::copy(&pki.agent.key, &stranger.agent.key).unwrap();
     std::fs::copy(&pki.agent.cert, &stranger.agent.cert).unwrap();
     node.is_ready().await;
     check::echo(node.connect(0).await, 2, 100).await.unwrap();
+    uses(node.stats, "proxy", Some(&pki.agent.cert), Some(&pki.ca)).await;
+
+    // Files that cannot be used leave the last good ones in use, also for new connections.
+    std::fs::write(&stranger.agent.key, "no key").unwrap();
+    eventually("the bad key is noticed", LIMIT, async || {
+        let failed = count(node.stats, "proxy", "failed").await;
+        (failed > 0.0).then_some(()).ok_or(failed)
+    })
+    .await;
+    let next = door(&services, &door_flags).await;
+    target.send(next.tunneling).unwrap();
+    first.program.kill();
+    eventually("connections work again", LIMIT, async || {
+        check::echo(node.connect(0).await, 2, 100).await.map(|_| ())
+    })
+    .await;
 }
 
 #[tokio::test]
@@ -382,15 +402,11 @@ async fn a_client_that_reads_nothing_stalls_only_itself() {
     check::echo(node.connect(0).await, 20, 1000).await.unwrap();
 }
 
-#[tokio::test]
-async fn node_tunnel_reconnects_to_a_restarted_front_door() {
-    let services = Services::start().await.unwrap();
-    let upstreams = [Upstream::new("demo/raw", services.raw).authority(RAW)];
-    // A relay keeps the address stable, like a load balancer.
+/// Starts a relay that keeps its address, like a load balancer, while its target changes.
+async fn balancer(target: SocketAddr) -> (SocketAddr, watch::Sender<SocketAddr>) {
     let balancer = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = balancer.local_addr().unwrap();
-    let door = Door::start(&upstreams).await;
-    let (target, current) = tokio::sync::watch::channel(door.tunneling);
+    let (target, current) = watch::channel(target);
     tokio::spawn(async move {
         while let Ok((mut client, _)) = balancer.accept().await {
             let target = *current.borrow();
@@ -400,6 +416,15 @@ async fn node_tunnel_reconnects_to_a_restarted_front_door() {
             });
         }
     });
+    (address, target)
+}
+
+#[tokio::test]
+async fn node_tunnel_reconnects_to_a_restarted_front_door() {
+    let services = Services::start().await.unwrap();
+    let upstreams = [Upstream::new("demo/raw", services.raw).authority(RAW)];
+    let door = Door::start(&upstreams).await;
+    let (address, target) = balancer(door.tunneling).await;
     let node = Node::start(address, &[RAW], &[]).await;
     node.is_ready().await;
     check::echo(node.connect(0).await, 2, 100).await.unwrap();

@@ -22,6 +22,7 @@ use tracing::{info, warn};
 
 use super::client::ClientHandler;
 use super::config::{Config, Mode};
+use super::files::Reloader;
 use super::interface::Keeper;
 use super::metrics::TunnelMetrics;
 use super::pool::ConnectionPool;
@@ -51,6 +52,7 @@ pub struct Bound {
     shards: Shards,
     keeper: Option<Keeper>,
     reach: SeedProxy,
+    reloader: Reloader,
     listeners: Vec<TcpListener>,
     stats: TcpListener,
 }
@@ -69,10 +71,12 @@ impl Bound {
     /// or does not belong to this node. The error text names the address and the remedy.
     pub async fn bind(config: Config) -> anyhow::Result<Self> {
         let metrics = TunnelMetrics::new()?;
+        let mut reloader = Reloader::new(metrics.registry());
         let reach = SeedProxy::new(
             config.proxy.clone(),
             config.tls.clone(),
             config.link_congestion.choose()?,
+            &mut reloader,
         )?;
         // A single thread does all the work of a connection to the proxy, so threads beyond the number of
         // connections would stay idle.
@@ -101,6 +105,7 @@ impl Bound {
             shards,
             keeper,
             reach,
+            reloader,
             listeners,
             stats,
         })
@@ -133,6 +138,8 @@ impl Bound {
         spawn_essential(&upkeep, "stats", &stop, serve);
         let run = registry.run_upkeep(stop.clone());
         spawn_essential(&upkeep, "metrics", &stop, run);
+        let reload = self.reloader.run(stop.clone());
+        spawn_essential(&upkeep, "reload", &stop, reload);
         if let Some(keeper) = self.keeper {
             spawn_essential(&upkeep, "interface", &stop, keeper.run(stop.clone()));
         }

@@ -8,6 +8,7 @@
 //! | `pool` | connections to the proxy: dialed once for all waiting clients, kept, replaced |
 //! | `reach` | the way to the proxy: TCP, an HTTP proxy, TLS |
 //! | `client` | one client: stream, bytes, end |
+//! | [`files`] | the TLS files that the program follows |
 //! | [`interface`] | optional network interface with the listen addresses: created and maintained |
 //! | [`metrics`] | metrics, including series under Envoy's names |
 //! | [`config`], [`cli`], [`app`] | flags, program, wiring |
@@ -16,6 +17,7 @@ pub mod app;
 pub mod cli;
 mod client;
 pub mod config;
+pub mod files;
 pub mod interface;
 pub mod metrics;
 mod pool;

@@ -5,28 +5,31 @@ use culvert_host::net::congestion::{ChosenCongestion, disable_bbr_on_loopback};
 use culvert_host::net::dial::dial;
 use culvert_host::net::readahead::ReadAhead;
 use culvert_host::net::{long_path, proxy};
-use culvert_host::tls::{self, Identity, TlsError, TlsOptions, TrustBundle};
+use culvert_host::tls::reload::{ClientFiles, ClientTls};
+use culvert_host::tls::{self, TlsError, TlsOptions};
+use rustls_pki_types::ServerName;
 use tokio::net::TcpStream;
-use tokio::task::spawn_blocking;
 use tokio::time::Instant;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tokio_util::either::Either;
 
 use super::config::ProxyTls;
+use super::files::{Files, Reloader};
 use super::pool::{CONNECT_TIMEOUT, Reach};
 
 /// Dials the seed's proxy.
 pub(crate) struct SeedProxy {
     address: HostPort,
-    tls: Option<ProxyTls>,
+    tls: Option<(ClientTls, ServerName<'static>)>,
     congestion: ChosenCongestion,
 }
 
 // === impl SeedProxy ===
 
 impl SeedProxy {
-    /// Creates the way to `address`, and checks the files of `tls`.
+    /// Creates the way to `address`. `reloader` follows the files of `tls`; a connection uses the latest ones that can be
+    /// used.
     ///
     /// # Errors
     /// Fails if a file of `tls` cannot be used. The error text names the file and the remedy.
@@ -34,8 +37,17 @@ impl SeedProxy {
         address: HostPort,
         tls: Option<ProxyTls>,
         congestion: ChosenCongestion,
+        reloader: &mut Reloader,
     ) -> Result<Self, TlsError> {
-        tls.as_ref().map(connector).transpose()?;
+        let tls = match tls {
+            Some(tls) => {
+                let pair = tls.identity.as_ref();
+                let pair = pair.map(|(cert, key)| (cert.as_path(), key.as_path()));
+                let files = ClientFiles::new(&tls.ca, pair, &[b"h2"], &TlsOptions::default())?;
+                Some((reloader.follow(Files::Proxy, files)?, tls.server_name))
+            }
+            None => None,
+        };
         Ok(Self {
             address,
             tls,
@@ -68,15 +80,11 @@ impl Reach for SeedProxy {
 
     async fn reach(&self) -> Result<Self::Stream, String> {
         let stream = ReadAhead::new(self.tcp().await?);
-        let Some(tls) = &self.tls else {
+        let Some((tls, name)) = &self.tls else {
             return Ok(Either::Left(stream));
         };
-        // The files are read for each connection, so renewed certificates need no restart.
-        let (files, name) = (tls.clone(), tls.server_name.clone());
-        let loaded = spawn_blocking(move || connector(&files)).await;
-        let loaded = loaded.map_err(|error| error.to_string())?;
-        let connector = loaded.map_err(|error| error.to_string())?;
-        let handshake = connector.connect(name, stream).await;
+        let connector = TlsConnector::from(tls.get());
+        let handshake = connector.connect(name.clone(), stream).await;
         let mut stream = handshake.map_err(|error| {
             let why = tls::explain(&error);
             format!("TLS handshake failed: {why}; check --proxy-ca, --proxy-cert and --proxy-server-name")
@@ -84,14 +92,4 @@ impl Reach for SeedProxy {
         stream.get_mut().1.set_buffer_limit(Some(tls::BUFFER_BYTES));
         Ok(Either::Right(stream))
     }
-}
-
-fn connector(files: &ProxyTls) -> Result<TlsConnector, TlsError> {
-    let trust = TrustBundle::load(&files.ca)?;
-    let identity = match &files.identity {
-        Some((cert, key)) => Some(Identity::load(cert, key)?),
-        None => None,
-    };
-    let config = tls::client_config(&trust, identity.as_ref(), &[b"h2"], &TlsOptions::default())?;
-    Ok(TlsConnector::from(config))
 }
