@@ -181,7 +181,7 @@ fn identity(pair: &Pair) -> Identity {
 pub(crate) fn server_config(proto: Proto, pki: &Pki, pair: &Pair) -> ServerConfig {
     let tls = ServerTls::new(
         &read(&pki.ca),
-        b"",
+        None,
         identity(pair),
         MinVersion::Tls12,
         false,

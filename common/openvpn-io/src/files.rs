@@ -171,11 +171,19 @@ pub fn server_tls(
     require_usage: bool,
 ) -> Result<ServerTls, FileError> {
     let identity = identity(cert, key)?;
-    let list = crl.map(load).transpose()?.unwrap_or_default();
-    ServerTls::new(&load(ca)?, &list, identity, min_version, require_usage).map_err(|error| match (
-        &error, crl,
-    ) {
-        (ConfigError::Pem { what: "CRL", .. }, Some(crl)) => FileError::unusable(crl, error),
+    let list = crl.map(load).transpose()?;
+    let tls = ServerTls::new(
+        &load(ca)?,
+        list.as_deref(),
+        identity,
+        min_version,
+        require_usage,
+    );
+    tls.map_err(|error| match (&error, crl) {
+        (
+            ConfigError::Pem { what: "CRL", .. } | ConfigError::NoCrl | ConfigError::Crl(_),
+            Some(crl),
+        ) => FileError::unusable(crl, error),
         _ => FileError::unusable(ca, error),
     })
 }

@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 use rustls::crypto::CryptoProvider;
 use rustls::crypto::aws_lc_rs::default_provider;
-use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
+use rustls::server::{NoServerSessionStorage, VerifierBuilderError, WebPkiClientVerifier};
 use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use rustls::version::{TLS12, TLS13};
 use rustls::{
@@ -95,6 +95,17 @@ fn certificates(
     Ok(all)
 }
 
+/// Parses the CRLs of a PEM file. Fails if the file contains no CRL: revoked certificates would be accepted.
+fn revocation_lists(pem: &[u8]) -> Result<Vec<CertificateRevocationListDer<'static>>, ConfigError> {
+    let all: Vec<_> = CertificateRevocationListDer::pem_slice_iter(pem)
+        .collect::<Result<_, _>>()
+        .map_err(|error| ConfigError::pem("CRL", &error))?;
+    if all.is_empty() {
+        return Err(ConfigError::NoCrl);
+    }
+    Ok(all)
+}
+
 /// Parses the PEM file `ca`.
 fn roots(pem: &[u8]) -> Result<Arc<RootCertStore>, ConfigError> {
     let mut store = RootCertStore::empty();
@@ -121,20 +132,18 @@ impl std::fmt::Debug for ServerTls {
 }
 
 impl ServerTls {
-    /// Creates settings that require client certificates signed by `ca` (PEM) and not revoked by `crl` (PEM,
-    /// may be empty). `require_usage` is `remote-cert-tls client`: key usage and extended key usage must be
-    /// present. If `require_usage` is false, the usages may be missing.
+    /// Creates settings that require client certificates signed by `ca` (PEM) and not revoked by `crl` (PEM).
+    /// `require_usage` is `remote-cert-tls client`: key usage and extended key usage must be present. If
+    /// `require_usage` is false, the usages may be missing.
     pub fn new(
         ca: &[u8],
-        crl: &[u8],
+        crl: Option<&[u8]>,
         identity: Identity,
         min_version: MinVersion,
         require_usage: bool,
     ) -> Result<Self, ConfigError> {
         let provider = Arc::new(default_provider());
-        let crls: Vec<_> = CertificateRevocationListDer::pem_slice_iter(crl)
-            .collect::<Result<_, _>>()
-            .map_err(|error| ConfigError::pem("CRL", &error))?;
+        let crls = crl.map(revocation_lists).transpose()?.unwrap_or_default();
         // Like OpenVPN's crl-verify: certificates of a CA without a CRL are accepted.
         let webpki = WebPkiClientVerifier::builder_with_provider(roots(ca)?, provider.clone())
             .with_crls(crls)
@@ -142,7 +151,10 @@ impl ServerTls {
             // As in OpenSSL: an expired CRL does not list clients revoked after its issue.
             .enforce_revocation_expiration()
             .build()
-            .map_err(|error| ConfigError::Authority(error.to_string()))?;
+            .map_err(|error| match error {
+                VerifierBuilderError::InvalidCrl(_) => ConfigError::Crl(error.to_string()),
+                error => ConfigError::Authority(error.to_string()),
+            })?;
         Ok(Self {
             provider,
             min_version,

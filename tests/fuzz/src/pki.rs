@@ -79,7 +79,7 @@ pub fn identity(der: &[u8]) -> Option<Identity> {
 /// Returns the TLS settings of a server with this identity that trusts the CA.
 pub fn server_tls(identity: Identity) -> Arc<ServerTls> {
     let ca = CA.pem();
-    let tls = ServerTls::new(ca.as_bytes(), b"", identity, MinVersion::Tls12, true);
+    let tls = ServerTls::new(ca.as_bytes(), None, identity, MinVersion::Tls12, true);
     Arc::new(tls.expect("a server"))
 }
 

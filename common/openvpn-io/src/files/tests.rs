@@ -68,9 +68,17 @@ fn errors_name_the_file_that_is_wrong() {
             .map_err(|error| error.to_string())
     };
     server(None).unwrap();
-    let broken = "-----BEGIN X509 CRL-----\n!\n-----END X509 CRL-----\n";
-    let text = server(Some(&file(at, "crl.pem", broken))).unwrap_err();
-    assert!(text.contains("crl.pem: "), "{text}");
+    for broken in ["!", "AAAA"] {
+        let broken = format!("-----BEGIN X509 CRL-----\n{broken}\n-----END X509 CRL-----\n");
+        let text = server(Some(&file(at, "crl.pem", &broken))).unwrap_err();
+        assert!(text.contains("crl.pem: "), "{text}");
+    }
+    // A file without a CRL would end the revocation of all certificates. DER begins with 0x30.
+    for other in [&empty, &ca, &file(at, "crl.der", "0\u{82}\u{1}\n")] {
+        let text = server(Some(other)).unwrap_err();
+        let expected = format!("{other}: the CRL file contains no CRL in PEM (-----BEGIN X509 CRL");
+        assert!(text.starts_with(&expected), "{text}");
+    }
 }
 
 #[test]

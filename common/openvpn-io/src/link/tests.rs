@@ -167,7 +167,7 @@ fn configs(transport: Transport) -> (ServerConfig, ClientConfig) {
     };
     let pem = ca.pem();
     let (pem, version) = (pem.as_bytes(), MinVersion::Tls12);
-    let server = ServerTls::new(pem, b"", identity("server"), version, false).unwrap();
+    let server = ServerTls::new(pem, None, identity("server"), version, false).unwrap();
     let check = ServerCheck {
         require_usage: false,
         name: None,

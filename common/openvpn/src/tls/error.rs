@@ -22,6 +22,14 @@ pub enum ConfigError {
     /// A CA certificate, or the list of CA certificates, cannot be used.
     #[error("the CA cannot be used: {0}")]
     Authority(String),
+    /// The PEM file contains no CRL.
+    #[error(
+        "the CRL file contains no CRL in PEM (-----BEGIN X509 CRL-----); convert a DER file with `openssl crl -inform DER`"
+    )]
+    NoCrl,
+    /// A CRL cannot be used.
+    #[error("the CRL cannot be used: {0}")]
+    Crl(String),
     /// The private key cannot be used.
     #[error(
         "the private key cannot be used (EC P-256, P-384, P-521, Ed25519, or RSA of 2048 bits and more): {0}"

@@ -122,7 +122,7 @@ impl Pki {
         Arc::new(
             ServerTls::new(
                 self.ca().as_bytes(),
-                b"",
+                None,
                 identity,
                 MinVersion::Tls12,
                 false,
@@ -193,19 +193,19 @@ fn unusable_files_are_named_in_the_error() {
     assert!(text(keyless).contains("private key"));
     let garbage = b"-----BEGIN CERTIFICATE-----\n!!!!\n-----END CERTIFICATE-----\n";
     assert!(text(Identity::from_pem(garbage, b"")).contains("not valid PEM"));
-    let server = |ca: &[u8], crl: &[u8]| {
+    let server = |ca: &[u8], crl: Option<&[u8]>| {
         ServerTls::new(ca, crl, PKI.server().identity(), MinVersion::Tls12, false)
             .unwrap_err()
             .to_string()
     };
-    assert!(server(b"", b"").contains("CA file contains no certificate"));
+    assert!(server(b"", None).contains("CA file contains no certificate"));
     assert!(
         server(
             b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n",
-            b""
+            None
         )
         .contains("CA")
     );
     let crl = b"-----BEGIN X509 CRL-----\n!\n-----END X509 CRL-----\n";
-    assert!(server(PKI.ca().as_bytes(), crl).contains("CRL"));
+    assert!(server(PKI.ca().as_bytes(), Some(crl)).contains("CRL"));
 }

@@ -104,7 +104,10 @@ mod tests {
 
     use culvert_host::telemetry::metrics::Registry;
     use culvert_openvpn::options::Transport;
-    use rcgen::{CertificateParams, KeyPair};
+    use rcgen::{
+        CertificateParams, CertificateRevocationListParams, CertifiedIssuer, KeyIdMethod, KeyPair,
+        SerialNumber,
+    };
 
     use super::*;
     use crate::files::{Files, Reloader};
@@ -152,5 +155,48 @@ mod tests {
         assert!(Arc::ptr_eq(&receiver.borrow().tls, &latest.get()));
         stop.cancel();
         task.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn last_crl_stays_in_use_if_its_file_contains_none() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        let ca = CertificateParams::default();
+        let ca = CertifiedIssuer::self_signed(ca, KeyPair::generate().unwrap()).unwrap();
+        let crl = |number: u64| {
+            let params = CertificateRevocationListParams {
+                this_update: rcgen::date_time_ymd(2020, 1, 1),
+                next_update: rcgen::date_time_ymd(2999, 1, 1),
+                crl_number: SerialNumber::from(number),
+                issuing_distribution_point: None,
+                revoked_certs: Vec::new(),
+                key_identifier_method: KeyIdMethod::Sha256,
+            };
+            params.signed_by(&ca).unwrap().pem().unwrap()
+        };
+        let file = |name: &str, text: &str| {
+            std::fs::write(path(name), text).unwrap();
+            Some(Material::File(path(name)))
+        };
+        let mut server = Server::default();
+        server.common.ca = file("ca", &ca.pem());
+        server.common.cert = file("cert", &ca.pem());
+        server.common.key = file("key", &ca.key().serialize_pem());
+        server.crl = file("crl", "");
+        let mut reloader = Reloader::new(&Registry::new(&[]).unwrap());
+        let mut follow = |server: &Server| {
+            let material = TlsMaterial::new(server).unwrap();
+            reloader.follow(Files::Openvpn, material)
+        };
+        assert!(follow(&server).is_err());
+        file("crl", &crl(1));
+        let latest = follow(&server).unwrap();
+        let first = latest.get();
+        for (text, is_used) in [("", false), (&*ca.pem(), false), (&*crl(2), true)] {
+            file("crl", text);
+            reloader.check();
+            reloader.check();
+            assert_eq!(!Arc::ptr_eq(&first, &latest.get()), is_used, "{text}");
+        }
     }
 }

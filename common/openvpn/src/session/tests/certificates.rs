@@ -118,7 +118,7 @@ fn server_refuses_clients_of_another_ca() {
 #[test]
 fn server_explains_the_refusal_of_outdated_certificates() {
     let identity = PKI.server().identity();
-    let tls = Arc::new(ServerTls::new(OLD_CA, b"", identity, MinVersion::Tls12, false).unwrap());
+    let tls = Arc::new(ServerTls::new(OLD_CA, None, identity, MinVersion::Tls12, false).unwrap());
     for (certificate, words) in [(SHA1, "signed with SHA-1"), (V1, "X.509 v1")] {
         let identity = Identity::from_pem(certificate, OLD_KEY).unwrap();
         refused_by(
@@ -137,7 +137,7 @@ fn server_refuses_revoked_certificates() {
     let identity = PKI.server().identity();
     let tls = ServerTls::new(
         PKI.ca().as_bytes(),
-        crl.as_bytes(),
+        Some(crl.as_bytes()),
         identity,
         MinVersion::Tls12,
         false,
@@ -158,7 +158,13 @@ fn server_refuses_all_clients_once_its_crl_has_expired() {
     let crl = PKI.crl_until(&[], 2021);
     let identity = PKI.server().identity();
     let (ca, version) = (PKI.ca(), MinVersion::Tls12);
-    let tls = ServerTls::new(ca.as_bytes(), crl.as_bytes(), identity, version, false);
+    let tls = ServerTls::new(
+        ca.as_bytes(),
+        Some(crl.as_bytes()),
+        identity,
+        version,
+        false,
+    );
     refused_by(
         &Arc::new(tls.unwrap()),
         PKI.client("user-cluster-client").identity(),
@@ -191,7 +197,7 @@ fn remote_cert_tls_requires_key_usages() {
         let identity = PKI.server().identity();
         let tls = ServerTls::new(
             PKI.ca().as_bytes(),
-            b"",
+            None,
             identity,
             MinVersion::Tls12,
             require,
@@ -216,7 +222,7 @@ fn server_refused(pair: &Pair, check: ServerCheck, client: &[&str], server: &[&s
     let ca = PKI.ca();
     let tls = ServerTls::new(
         ca.as_bytes(),
-        b"",
+        None,
         pair.identity(),
         MinVersion::Tls12,
         false,
