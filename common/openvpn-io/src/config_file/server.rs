@@ -127,8 +127,12 @@ impl Options for Server {
                 self.common.take(context, directive)?;
                 return note("not needed: no tun device is created, packets end in this process");
             }
-            "ifconfig-pool-persist"
-            | "max-routes-per-client"
+            "ifconfig-pool-persist" => {
+                return note(
+                    "a client that reconnects keeps its address only while its old session exists; set fixed addresses with `ifconfig-push` in client-config-dir",
+                );
+            }
+            "max-routes-per-client"
             | "stale-routes-check"
             | "connect-freq"
             | "connect-freq-initial"

@@ -61,6 +61,8 @@ struct Client {
     program: String,
     iroutes: Vec<Ipv4Net>,
     address: Ipv4Addr,
+    /// True if the address is from the pool, and not from the client's file.
+    is_dynamic: bool,
     /// Interval at which the client was told to send pings.
     ping: Option<Duration>,
     silence: Arc<Silence>,
@@ -207,25 +209,30 @@ impl Clients {
                 peer.close();
             }
         }
+        // Replaced clients still have their addresses for a moment.
+        let replaced = || state.clients.values().rev().filter(others);
+        // Another client may have leased the address of a replaced client whose successor has ended.
+        let is_free = |address| {
+            let mut clients = state.clients.values();
+            clients.all(|other| other.address != address || other.name == name)
+        };
+        let has_address = |other: &&Client| other.is_dynamic && is_free(other.address);
+        let dynamic = || match replaced().find(has_address) {
+            Some(other) => Ok(self.pool.take_over(other.address)),
+            None => self.pool.lease(),
+        };
         let lease = match file.address {
-            // The replaced client still has the address for a moment.
-            Some((own, second))
-                if state
-                    .clients
-                    .values()
-                    .filter(others)
-                    .any(|c| c.address == own) =>
-            {
-                Ok(self.pool.take_over(own, second))
+            Some((own, second)) if is_free(own) && replaced().any(|other| other.address == own) => {
+                Ok(self.pool.take_over_static(own, second))
             }
             Some((own, second)) => self.pool.lease_static(own, second).or_else(|error| {
                 warn!(
                     client = name,
                     "ifconfig-push: {error}; the client gets another address"
                 );
-                self.pool.lease()
+                dynamic()
             }),
-            None => self.pool.lease(),
+            None => dynamic(),
         };
         let lease = lease.map_err(|error| later(error.to_string(), "no address is free"))?;
         state.last += 1;
@@ -246,6 +253,7 @@ impl Clients {
             program,
             iroutes: file.iroutes.clone(),
             address,
+            is_dynamic: lease.is_dynamic,
             ping: push::ping(&push),
             silence: silence.clone(),
             kick,

@@ -32,6 +32,8 @@ pub(super) struct Lease {
     pub address: Ipv4Addr,
     /// Second argument of `ifconfig`: the remote end or the netmask.
     pub second: Ipv4Addr,
+    /// True for an address that the pool has chosen, false for an address from a client's file.
+    pub is_dynamic: bool,
     serial: u64,
     pool: Arc<Pool>,
 }
@@ -103,15 +105,22 @@ impl Pool {
             .candidates()
             .find(|(address, _)| !taken.by.contains_key(address))
             .ok_or(NoAddress::Exhausted(self.network))?;
-        Ok(self.take(&mut taken, address, second))
+        Ok(self.take(&mut taken, address, second, true))
     }
 
-    fn take(self: &Arc<Self>, taken: &mut Taken, address: Ipv4Addr, second: Ipv4Addr) -> Lease {
+    fn take(
+        self: &Arc<Self>,
+        taken: &mut Taken,
+        address: Ipv4Addr,
+        second: Ipv4Addr,
+        is_dynamic: bool,
+    ) -> Lease {
         taken.last += 1;
         taken.by.insert(address, taken.last);
         Lease {
             address,
             second,
+            is_dynamic,
             serial: taken.last,
             pool: self.clone(),
         }
@@ -131,18 +140,25 @@ impl Pool {
             return Err(NoAddress::Taken(address));
         }
         let second = second.unwrap_or_else(|| self.second(address));
-        Ok(self.take(&mut taken, address, second))
+        Ok(self.take(&mut taken, address, second, false))
     }
 
-    /// Leases an address even if another client uses the address. The address stays in use when the older
-    /// lease is dropped.
-    pub(super) fn take_over(
+    /// Leases the address of a dynamic lease that still exists. The address stays in use when the older lease is
+    /// dropped.
+    pub(super) fn take_over(self: &Arc<Self>, address: Ipv4Addr) -> Lease {
+        let second = self.second(address);
+        self.take(&mut self.taken.lock(), address, second, true)
+    }
+
+    /// Leases the address that a client's file specifies even if an older lease of the address exists. The address
+    /// stays in use when the older lease is dropped.
+    pub(super) fn take_over_static(
         self: &Arc<Self>,
         address: Ipv4Addr,
         second: Option<Ipv4Addr>,
     ) -> Lease {
         let second = second.unwrap_or_else(|| self.second(address));
-        self.take(&mut self.taken.lock(), address, second)
+        self.take(&mut self.taken.lock(), address, second, false)
     }
 }
 

@@ -157,7 +157,7 @@ async fn clients_with_one_name_replace_each_other_unless_duplicates_are_allowed(
     assert!(first.kick.is_cancelled());
     first.streams.work(now(), &mut drop);
     assert!(first.streams.take_close());
-    assert_ne!(first.admission.address, second.admission.address);
+    assert_eq!(first.admission.address, second.admission.address);
     drop(first);
     let refused = world.admit("other").map(|_| ()).unwrap_err();
     assert!(refused.reason.contains("1 clients"), "{refused:?}");
@@ -205,6 +205,46 @@ async fn returning_client_keeps_its_address() {
     assert_eq!(world.way("10.20.0.42"), Some(back.admission.id));
     drop(back);
     assert_eq!(address(&world.connect("greedy")), "10.20.0.42");
+}
+
+#[tokio::test]
+async fn address_of_another_client_is_not_taken_over() {
+    let world = World::new(|settings| settings.server.duplicate_cn = false);
+    // The first client of the name stays for a moment, after its successor has gone.
+    let first = world.connect("a");
+    let second = world.connect("a");
+    drop(second);
+    let other = world.connect("b");
+    assert_eq!(other.admission.address, first.admission.address);
+    let third = world.connect("a");
+    assert_ne!(other.admission.address, third.admission.address);
+}
+
+#[tokio::test]
+async fn returning_client_takes_over_its_address_in_a_full_pool() {
+    let world = World::new(|settings| {
+        settings.server.duplicate_cn = false;
+        settings.network = "10.20.0.0/28".parse().unwrap();
+    });
+    let other = world.connect("other");
+    let gone = world.connect("user");
+    assert!(world.admit("late").is_err(), "the pool is full");
+    let back = world.connect("user");
+    let address = back.admission.address;
+    assert_eq!(address, gone.admission.address);
+    assert_ne!(address, other.admission.address);
+    // The dropped lease does not free the address of its successor.
+    drop(gone);
+    assert!(world.admit("late").is_err(), "the pool is full");
+    assert_eq!(world.way(&address.to_string()), Some(back.admission.id));
+    // A client with an address of its own leaves the old address to the pool.
+    world.file("user", "ifconfig-push 10.20.0.42 10.20.0.41\n");
+    let moved = world.connect("user");
+    assert_eq!(moved.admission.address.to_string(), "10.20.0.42");
+    drop(back);
+    // An address from a removed file is not taken over.
+    world.file("user", "");
+    assert_eq!(world.connect("user").admission.address, address);
 }
 
 #[tokio::test]
