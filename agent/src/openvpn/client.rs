@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use culvert_host::net::{dial, listen};
+use culvert_host::net::{dial, listen, long_path};
 use culvert_host::reload::Latest;
 use culvert_openvpn::Role as End;
 use culvert_openvpn::options::Transport;
@@ -244,6 +244,8 @@ async fn tcp(remote: &Remote, limit: Duration) -> Result<tokio::net::TcpStream, 
     let stream = stream.map_err(|error| error.text)?;
     // A stock server over TCP may stay silent for hours, so the kernel has to detect a dead path.
     listen::tune(&stream).map_err(|error| error.to_string())?;
+    // Control packets and answers to new dials would wait behind the bulk in the kernel's send buffer.
+    long_path::tune_link(&stream);
     Ok(stream)
 }
 

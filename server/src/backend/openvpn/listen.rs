@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use culvert_host::net::admission::{Admission, AdmissionLimits, Candidate};
 use culvert_host::net::listen::{Accepted, Listener};
+use culvert_host::net::long_path;
 use culvert_host::net::networks::Networks;
 use culvert_host::net::proxy_protocol::{self, HeaderError, Refused};
 use culvert_host::runtime::shards::Shards;
@@ -88,6 +89,8 @@ impl Tcp {
         stream: &TcpStream,
         remote: SocketAddr,
     ) -> Option<(SocketAddr, Arc<Candidate>)> {
+        // Control packets and new dials would wait behind the bulk in the kernel's send buffer.
+        long_path::tune_link(stream);
         let metrics = &self.clients.metrics;
         let patience = self.config.borrow().common.timers.hand_window;
         let entering = proxy_protocol::enter(stream, remote, &self.proxies, admission);
@@ -157,5 +160,58 @@ impl Tcp {
         } else {
             debug!(client = client.name(), %remote, "OpenVPN connection closed");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use culvert_host::telemetry::metrics::Registry;
+    use culvert_openvpn::tls::{Identity, MinVersion, ServerTls};
+    use rcgen::{CertificateParams, KeyPair};
+    use socket2::{Domain, SockRef, Socket, Type};
+    use tokio::net::TcpListener;
+
+    use super::super::clients::tests::settings;
+    use super::super::metrics::OpenvpnMetrics;
+    use super::*;
+
+    fn tcp() -> Tcp {
+        let key = KeyPair::generate().unwrap();
+        let pem = CertificateParams::default()
+            .self_signed(&key)
+            .unwrap()
+            .pem();
+        let (pem, key) = (pem.as_bytes(), key.serialize_pem());
+        let identity = Identity::from_pem(pem, key.as_bytes()).unwrap();
+        let tls = ServerTls::new(pem, None, identity, MinVersion::Tls12, false).unwrap();
+        let config = ServerConfig::new(Transport::Tcp, Arc::new(tls));
+        let metrics = Arc::new(OpenvpnMetrics::new(&Registry::new(&[]).unwrap()));
+        Tcp {
+            clients: Clients::new(settings(), metrics),
+            config: watch::Sender::new(Arc::new(config)).subscribe(),
+            proxies: Arc::default(),
+        }
+    }
+
+    #[tokio::test]
+    async fn unsent_bytes_to_a_client_on_a_long_path_are_limited() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let client = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+        // The client acknowledges the handshake with its first byte, so the round trip is as long as the pause.
+        client.set_tcp_quickack(false).unwrap();
+        client
+            .connect(&listener.local_addr().unwrap().into())
+            .unwrap();
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        client.send(b"x").unwrap();
+        let (stream, remote) = listener.accept().await.unwrap();
+        let unsent = || SockRef::from(&stream).tcp_notsent_lowat().unwrap();
+        assert_ne!(unsent(), 128 << 10);
+        let admission = Admission::new(ADMISSION);
+        let entered = tcp().enter(&admission, &stream, remote).await;
+        assert!(entered.is_some());
+        assert_eq!(unsent(), 128 << 10);
     }
 }
