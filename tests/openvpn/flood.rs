@@ -42,9 +42,9 @@ const HALF: usize = 10_000;
 /// the limit of open files.
 const HELD: usize = 900;
 
-/// Limit of the server's additional descriptors during a flood: the 256 connections that the server keeps, and
-/// connections that the server is about to close.
-const DESCRIPTORS: usize = 600;
+/// Limit of the server's additional descriptors during a flood: the 256 connections that the server keeps, eight
+/// times as many that wait for a slot, and connections that the server is about to close.
+const DESCRIPTORS: usize = 2700;
 
 /// Limit of the growth of the server's resident memory during a flood, in bytes. The server keeps 256 half-open
 /// sessions of each transport, with about 20 KiB each before TLS begins. The rest is for data and the
@@ -269,8 +269,9 @@ async fn a_flood(proto: &str) {
     for (outcome, count) in [
         ("protocol_error", 5.0),
         ("tls_failed", 5.0),
-        // All TCP handshakes except 256. Over UDP only some get a session, because the rate is limited.
-        ("evicted", 9_000.0),
+        // Most TCP clients end while they wait for a slot. Over UDP only some get a session, because the rate is
+        // limited.
+        ("evicted", 1_000.0),
         ("unfinished", 5.0),
     ] {
         counts(&server, "handshakes_total", ("outcome", outcome), count).await;

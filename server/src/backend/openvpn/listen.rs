@@ -27,13 +27,17 @@ use super::clients::Clients;
 use super::metrics::Handshake;
 use super::role::Client;
 
+/// Age at which an unfinished handshake may be displaced by another peer of the same host, such as a load balancer.
+/// A handshake of OpenVPN takes six round trips, and the server may be busy with others.
+const HANDSHAKE_GRACE: Duration = Duration::from_secs(3);
+
 /// Limits for TCP connections without a verified certificate. Each costs up to 80 KiB during the TLS handshake.
 /// The session limits the size of its packets and the time of the handshake, which an operator may extend.
 const ADMISSION: AdmissionLimits = AdmissionLimits {
     peers: 256,
     bytes: usize::MAX,
     deadline: Duration::from_secs(600),
-    grace: Duration::ZERO,
+    grace: HANDSHAKE_GRACE,
 };
 
 /// State shared by the connections of a TCP listener.
@@ -167,11 +171,14 @@ impl Tcp {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
+    use std::net::IpAddr;
+
     use culvert_host::telemetry::metrics::Registry;
     use culvert_openvpn::tls::{Identity, MinVersion, ServerTls};
     use rcgen::{CertificateParams, KeyPair};
     use socket2::{Domain, SockRef, Socket, Type};
     use tokio::net::TcpListener;
+    use tokio::time::Instant;
 
     use super::super::clients::tests::settings;
     use super::super::metrics::OpenvpnMetrics;
@@ -213,5 +220,20 @@ mod tests {
         let entered = tcp().enter(&admission, &stream, remote).await;
         assert!(entered.is_some());
         assert_eq!(unsent(), 128 << 10);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn handshakes_behind_one_address_have_three_seconds() {
+        let admission = Admission::new(ADMISSION);
+        let enter = || async {
+            let address = IpAddr::from([192, 0, 2, 1]);
+            admission.enter(address, Instant::now()).await.unwrap()
+        };
+        let all = futures_util::future::join_all((0..ADMISSION.peers).map(|_| enter())).await;
+        let started = Instant::now();
+        let _newcomer = enter().await;
+        assert!(started.elapsed() >= Duration::from_secs(3));
+        let displaced = all.iter().filter(|peer| peer.is_displaced());
+        assert_eq!(displaced.count(), 1);
     }
 }
