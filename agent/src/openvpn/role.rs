@@ -83,7 +83,7 @@ impl ClientRole {
                 (Transport::Udp, false) => Some(Pace::default()),
                 (Transport::Udp, true) => Some(Pace::to_own_server()),
             },
-            ..flows::Config::for_mtu(established.tun_mtu)
+            ..flows::Config::for_tunnel(self.transport, established.tun_mtu)
         };
         let flows = Streams::new(config, now);
         let (tunnel, peer, mtu) = (self.tunnel.clone(), flows.peer(), established.tun_mtu);

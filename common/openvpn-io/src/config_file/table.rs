@@ -53,7 +53,9 @@ pub(super) fn not_needed(name: &str) -> Option<&'static str> {
         | "ping-timer-rem"
         | "shaper"
         | "allow-recursive-routing" => "sockets and queues are sized automatically",
-        "mssfix" => "TCP connections in the tunnel use segments of at most 1360 bytes",
+        "mssfix" => {
+            "TCP connections in the tunnel use segments of at most 1360 bytes, over UDP 1320"
+        }
         "keysize" => "the length of a key follows from its cipher",
         "dh" | "ecdh-curve" | "tls-groups" | "tls-cipher" | "tls-ciphersuites"
         | "tls-cert-profile" => {

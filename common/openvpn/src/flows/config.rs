@@ -4,7 +4,13 @@ use std::fmt;
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::time::Duration;
 
+use crate::options::Transport;
 use crate::session::LARGE_TUN_MTU;
+
+/// Largest TCP payload of a packet over UDP, in bytes. With an AEAD cipher, the datagrams of full packets fit a path of
+/// 1450 bytes, the MTU of pods behind VXLAN, over IPv4 and IPv6. Larger datagrams travel in fragments, and the kernel
+/// does not split batches of them.
+const UDP_MSS: u16 = 1320;
 
 /// Settings and limits of the flows of one peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -17,7 +23,7 @@ pub struct Config {
     /// Largest TCP payload of a packet, in bytes, for sending and as the advertised MSS. A larger payload
     /// than the path behind the peer allows is lost silently, because smoltcp does not support path MTU
     /// discovery; a smaller payload costs more packets. Default 1360, which fits every tunnel that stock
-    /// peers build on a path of 1500 bytes.
+    /// peers build on a path of 1500 bytes. See also [`for_tunnel`](Self::for_tunnel).
     pub mss: u16,
     /// Receive buffer of a flow, in bytes, and the largest receive window. A buffer smaller than the path's
     /// bandwidth-delay product limits the flow. Default 512 KiB.
@@ -65,14 +71,15 @@ pub struct Config {
 impl Config {
     /// Returns the default settings for a tunnel with packets of `tun_mtu` bytes. With `LARGE_TUN_MTU` or
     /// more the MSS fills the packet: the peer either terminates connections itself, or leads to hosts whose
-    /// SYN limits the MSS.
-    pub fn for_mtu(tun_mtu: u16) -> Self {
+    /// SYN limits the MSS. Over UDP, the datagram of a full packet needs no fragments on a path of 1450 bytes.
+    pub fn for_tunnel(transport: Transport, tun_mtu: u16) -> Self {
         let config = Self::default();
         Self {
             tun_mtu,
-            mss: match tun_mtu >= LARGE_TUN_MTU {
-                true => tun_mtu - 40,
-                false => config.mss,
+            mss: match transport {
+                _ if tun_mtu >= LARGE_TUN_MTU => tun_mtu - 40,
+                Transport::Tcp => config.mss,
+                Transport::Udp => UDP_MSS,
             },
             ..config
         }

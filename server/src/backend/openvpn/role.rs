@@ -136,7 +136,7 @@ impl Client {
                 (Transport::Udp, false) => Some(Pace::default()),
                 (Transport::Udp, true) => Some(Pace::to_own_client()),
             },
-            ..flows::Config::for_mtu(agreed.tun_mtu)
+            ..flows::Config::for_tunnel(self.transport, agreed.tun_mtu)
         }
     }
 

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::net::{Answer, Net, POD, Stream};
 use crate::flows::{Closed, Config, Pace};
+use crate::options::Transport;
 use crate::session::LARGE_TUN_MTU;
 
 const MINUTE: Duration = Duration::from_secs(60);
@@ -39,7 +40,7 @@ fn large_packets_transfer_all_data() {
     for budget in [Config::default().buffer_budget, 0] {
         let large = || Config {
             buffer_budget: budget,
-            ..Config::for_mtu(LARGE_TUN_MTU)
+            ..Config::for_tunnel(Transport::Tcp, LARGE_TUN_MTU)
         };
         let mut net = Net::with(large(), large(), 5);
         both_ways(&mut net, 5 << 20, 3 << 20, MINUTE);
@@ -85,7 +86,7 @@ fn only_flows_with_small_packets_share_the_budgets() {
     } = Config::default();
     // The budget, plus headers and the shares of resting flows.
     let most = |budget: usize| budget + budget / 4;
-    let large = || Config::for_mtu(LARGE_TUN_MTU);
+    let large = || Config::for_tunnel(Transport::Tcp, LARGE_TUN_MTU);
     let loud = || Config {
         tun_mtu: u16::MAX,
         mss: u16::MAX - 40,
@@ -108,7 +109,7 @@ fn only_flows_with_small_packets_share_the_budgets() {
 
 #[test]
 fn mss_is_the_smaller_of_both_ends() {
-    let large = || Config::for_mtu(LARGE_TUN_MTU);
+    let large = || Config::for_tunnel(Transport::Tcp, LARGE_TUN_MTU);
     for (a, b, expected) in [
         (Config::default(), large(), 1360),
         (large(), Config::default(), 1360),
@@ -129,7 +130,7 @@ fn mss_is_the_smaller_of_both_ends() {
 fn transfer_between_our_programs_keeps_its_rate_after_a_stall() {
     const BYTES: usize = 30 << 20;
     let times = [Duration::ZERO, Duration::from_secs(2)].map(|stall| {
-        let large = || Config::for_mtu(LARGE_TUN_MTU);
+        let large = || Config::for_tunnel(Transport::Tcp, LARGE_TUN_MTU);
         let mut net = Net::with(large(), large(), 7);
         let set = |net: &mut Net, is_stalled| {
             for wire in [&mut net.ab, &mut net.ba] {

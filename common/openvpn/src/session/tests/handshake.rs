@@ -1,6 +1,7 @@
 use super::*;
 use crate::cipher::{Cipher, Digest};
 use crate::compress::Framing;
+use crate::flows::Config;
 use crate::keys::{KEY_BLOCK_LEN, KeyBlock};
 use crate::wrap::{KeyDirection, WrapKey};
 
@@ -159,6 +160,27 @@ fn every_cipher_carries_data() {
                 let sim = connects(Sim::new(client, server, CLEAN, 1));
                 assert_eq!(sim.server.established().cipher, cipher);
             }
+        }
+    }
+}
+
+#[test]
+fn full_packet_over_udp_needs_no_fragments_in_a_vxlan_network() {
+    const PATH_MTU: usize = 1450;
+    for cipher in Cipher::ALL {
+        let mut client = client_config(Transport::Udp);
+        client.common.ciphers = vec![cipher];
+        let mut server = server_config(Transport::Udp);
+        server.common.ciphers = Cipher::ALL.to_vec();
+        let mut sim = connects(Sim::new(client, server, CLEAN, 1));
+        let flows = Config::for_tunnel(Transport::Udp, sim.server.established().tun_mtu);
+        let inner = vec![0; usize::from(flows.mss) + 40];
+        // The headers of IP, with CBC of IPv4 only, and of UDP.
+        let headers = if cipher.is_aead() { 40 } else { 20 } + 8;
+        for which in [To::Client, To::Server] {
+            let (now, mut out) = (sim.now, BytesMut::new());
+            sim.end(which).session.seal(&inner, now, &mut out).unwrap();
+            assert!(out.len() + headers <= PATH_MTU, "{cipher}: {}", out.len());
         }
     }
 }
