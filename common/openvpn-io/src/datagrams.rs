@@ -4,6 +4,7 @@
 //! [`Datagrams`] owns the socket, the receive buffers, and the send queue. While the socket is not writable
 //! the queue only grows, so callers check [`len`](Datagrams::len) before they append.
 
+mod path_mtu;
 mod queue;
 #[cfg(test)]
 mod tests;
@@ -20,6 +21,7 @@ use tokio::net::UdpSocket;
 
 use queue::Queue;
 
+use crate::now;
 use culvert_host::net::options;
 
 /// Size of one receive buffer, in bytes: fits the largest datagram, or several datagrams joined by the
@@ -154,7 +156,8 @@ impl Datagrams {
             queue,
             ..
         } = self;
-        while let Some((batch, transmit)) = queue.next(state.max_gso_segments()) {
+        let now = now();
+        while let Some((batch, transmit)) = queue.next(state.max_gso_segments(), now) {
             if ready!(socket.poll_send_ready(cx)).is_err() {
                 queue.clear();
                 break;
@@ -164,7 +167,7 @@ impl Datagrams {
             });
             match sent {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                sent => queue.sent(batch, sent),
+                sent => queue.sent(batch, sent, now),
             }
         }
         Poll::Ready(())

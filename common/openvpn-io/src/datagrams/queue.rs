@@ -10,6 +10,9 @@ use std::net::SocketAddr;
 use bytes::{Buf as _, BytesMut};
 use quinn_udp::{Transmit, is_msg_size_err};
 
+use super::path_mtu::PathMtus;
+use crate::Moment;
+
 /// Largest batch, in bytes: the largest IP packet minus 48 bytes for IPv6 and UDP headers. IPv4 headers are
 /// smaller.
 const MAX_BATCH: usize = u16::MAX as usize - 48;
@@ -22,9 +25,9 @@ pub(super) struct Queue {
     cuts: VecDeque<(SocketAddr, usize)>,
     /// Number of datagrams at the front to send one by one, after the kernel refused them as a batch.
     singly: usize,
-    /// Length from which datagrams exceed the path MTU. The kernel sends such datagrams in fragments, but
-    /// does not split batches of them.
-    oversize: usize,
+    /// Datagrams that exceed the path MTU. The kernel sends such datagrams in fragments, but does not split batches
+    /// of them.
+    mtus: PathMtus,
 }
 
 impl Queue {
@@ -33,7 +36,7 @@ impl Queue {
             out: BytesMut::new(),
             cuts: VecDeque::new(),
             singly: 0,
-            oversize: usize::MAX,
+            mtus: PathMtus::default(),
         }
     }
 
@@ -62,12 +65,10 @@ impl Queue {
     }
 
     /// Returns the contents of the next system call: at most `most` datagrams.
-    pub(super) fn next(&self, most: usize) -> Option<(Batch, Transmit<'_>)> {
+    pub(super) fn next(&self, most: usize, now: Moment) -> Option<(Batch, Transmit<'_>)> {
         let (destination, length) = self.cuts.front().copied()?;
-        let most = match self.singly > 0 || length >= self.oversize {
-            true => 1,
-            false => most,
-        };
+        let is_batch = self.singly == 0 && self.mtus.permits_batch(destination, length, now);
+        let most = if is_batch { most } else { 1 };
         let batch = Batch::first_of(self.cuts.iter().copied(), most)?;
         let transmit = Transmit {
             destination,
@@ -80,16 +81,16 @@ impl Queue {
     }
 
     /// Processes the result of a system call. Must not be called for `WouldBlock`.
-    pub(super) fn sent(&mut self, batch: Batch, result: io::Result<()>) {
+    pub(super) fn sent(&mut self, batch: Batch, result: io::Result<()>, now: Moment) {
         match result {
             // The kernel sent nothing: the driver cannot split the batch (EIO, EINVAL), the path MTU is too
             // small, or an ICMP error for an earlier datagram was pending.
             Err(error) if batch.datagrams > 1 => {
                 self.singly = batch.datagrams;
                 if is_msg_size_err(&error)
-                    && let Some((_, length)) = self.cuts.front()
+                    && let Some((to, length)) = self.cuts.front()
                 {
-                    self.oversize = self.oversize.min(*length);
+                    self.mtus.refused(*to, *length, now);
                 }
             }
             // UDP may lose any datagram. Only silence of the peer ends the session.
@@ -170,11 +171,11 @@ mod tests {
     /// Sends the whole queue. `take` simulates the kernel's result of each call.
     fn run(queue: &mut Queue, mut take: impl FnMut(usize, usize) -> io::Result<()>) -> Vec<usize> {
         let mut calls = Vec::new();
-        while let Some((batch, transmit)) = queue.next(64) {
+        while let Some((batch, transmit)) = queue.next(64, crate::now()) {
             let size = transmit.segment_size.unwrap_or(transmit.contents.len());
             let taken = take(batch.datagrams, size);
             calls.push(batch.datagrams);
-            queue.sent(batch, taken);
+            queue.sent(batch, taken, crate::now());
         }
         assert_eq!((queue.len(), queue.cuts.len(), queue.singly), (0, 0, 0));
         calls
@@ -220,6 +221,20 @@ mod tests {
     }
 
     #[test]
+    fn small_path_mtu_of_one_destination_leaves_others_their_batches() {
+        let mut queue = queue(&[(1, 90), (1, 90), (2, 90), (2, 90), (1, 90), (1, 90)]);
+        let mut refused = false;
+        let calls = run(&mut queue, |count, _| match count > 1 && !refused {
+            true => {
+                refused = true;
+                Err(io::Error::from_raw_os_error(EMSGSIZE))
+            }
+            false => Ok(()),
+        });
+        assert_eq!(calls, [2, 1, 1, 2, 1, 1]);
+    }
+
+    #[test]
     fn undeliverable_datagram_does_not_block_the_next() {
         let mut queue = queue(&[(1, 70_000), (1, 10), (1, 10)]);
         let calls = run(&mut queue, |_, size| match size > 65_507 {
@@ -239,17 +254,18 @@ mod tests {
             let mut fails = fails.into_iter();
             let mut queue = queue(&cuts);
             let mut left = Vec::new();
-            while let Some((batch, transmit)) = queue.next(most) {
+            let now = crate::now();
+            while let Some((batch, transmit)) = queue.next(most, now) {
                 prop_assert!(batch.datagrams <= most);
                 if batch.datagrams > 1 && fails.next().unwrap_or(false) {
-                    queue.sent(batch, Err(io::Error::from_raw_os_error(EIO)));
+                    queue.sent(batch, Err(io::Error::from_raw_os_error(EIO)), now);
                     continue;
                 }
                 let size = transmit.segment_size.unwrap_or(transmit.contents.len());
                 for datagram in transmit.contents.chunks(size) {
                     left.push((transmit.destination, datagram.to_vec()));
                 }
-                queue.sent(batch, Ok(()));
+                queue.sent(batch, Ok(()), now);
             }
             let expected: Vec<(SocketAddr, Vec<u8>)> = cuts
                 .iter()
