@@ -18,3 +18,34 @@ pub mod proxy_protocol;
 pub mod readahead;
 pub mod shares;
 pub mod silence;
+
+use std::net::{IpAddr, Ipv4Addr};
+
+/// Returns true if packets to the address go to one host, which may use the address as the source of its answer.
+pub fn is_unicast(ip: IpAddr) -> bool {
+    let ip = ip.to_canonical();
+    !ip.is_multicast() && ip != IpAddr::V4(Ipv4Addr::BROADCAST)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn multicast_and_broadcast_are_recognized_in_mapped_form() {
+        for (text, expected) in [
+            ("192.0.2.1", true),
+            ("::ffff:192.0.2.1", true),
+            ("2001:db8::1", true),
+            ("224.0.0.1", false),
+            ("::ffff:224.0.0.1", false),
+            ("255.255.255.255", false),
+            ("::ffff:255.255.255.255", false),
+            ("ff02::1", false),
+        ] {
+            assert_eq!(is_unicast(text.parse().unwrap()), expected, "{text}");
+        }
+    }
+}

@@ -10,7 +10,6 @@ mod queue;
 mod tests;
 
 use std::io::{self, IoSliceMut};
-use std::net::SocketAddr;
 use std::task::{Context, Poll, ready};
 
 use bytes::BytesMut;
@@ -22,7 +21,8 @@ use tokio::net::UdpSocket;
 use queue::Queue;
 
 use crate::now;
-use culvert_host::net::options;
+use culvert_host::net::{is_unicast, options};
+use culvert_openvpn::hub::Path;
 
 /// Size of one receive buffer, in bytes: fits the largest datagram, or several datagrams joined by the
 /// kernel.
@@ -36,6 +36,9 @@ const BUFFERS: usize = 8;
 pub struct Datagrams {
     socket: UdpSocket,
     state: UdpSocketState,
+    /// True if the socket receives at several addresses of this machine. An answer comes from the address at which its
+    /// datagram was received, because the peer or a NAT between may refuse another source.
+    is_wildcard: bool,
     input: Vec<u8>,
     /// Metadata of the filled buffers.
     metas: [RecvMeta; BUFFERS],
@@ -56,6 +59,7 @@ impl Datagrams {
         let v4 = sockopt::ip_mtu_discover(&socket);
         let v6 = sockopt::ipv6_mtu_discover(&socket);
         let state = UdpSocketState::new((&socket).into())?;
+        let is_wildcard = socket.local_addr()?.ip().is_unspecified();
         if let Ok(before) = v4 {
             sockopt::set_ip_mtu_discover(&socket, before)?;
         }
@@ -66,6 +70,7 @@ impl Datagrams {
         Ok(Self {
             socket,
             state,
+            is_wildcard,
             input: vec![0; BUFFERS * BUFFER],
             metas: [RecvMeta::default(); BUFFERS],
             filled: 0,
@@ -111,8 +116,8 @@ impl Datagrams {
         metas.iter().map(|meta| meta.len).sum()
     }
 
-    /// Returns the next received datagram and its sender. Empty datagrams are skipped.
-    pub fn take(&mut self) -> Option<(SocketAddr, &mut [u8])> {
+    /// Returns the next received datagram and its addresses. Empty datagrams are skipped.
+    pub fn take(&mut self) -> Option<(Path, &mut [u8])> {
         loop {
             let (buffer, offset) = self.at;
             let meta = self.metas.get(..self.filled)?.get(buffer)?;
@@ -124,7 +129,12 @@ impl Datagrams {
             self.at = (buffer, offset + length);
             let start = buffer * BUFFER + offset;
             let datagram = self.input.get_mut(start..start + length)?;
-            return Some((meta.addr, datagram));
+            let local = meta.dst_ip.filter(|ip| self.is_wildcard && is_unicast(*ip));
+            let path = Path {
+                remote: meta.addr,
+                local,
+            };
+            return Some((path, datagram));
         }
     }
 
@@ -134,8 +144,8 @@ impl Datagrams {
     }
 
     /// Ends the datagram that was appended at `start`. An empty datagram is ignored.
-    pub fn cut(&mut self, to: SocketAddr, start: usize) {
-        self.queue.cut(to, start);
+    pub fn cut(&mut self, to: impl Into<Path>, start: usize) {
+        self.queue.cut(to.into(), start);
     }
 
     /// Returns the number of bytes in the send queue.

@@ -17,7 +17,7 @@ mod stats;
 mod tests;
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -34,6 +34,24 @@ pub use stats::HubStats;
 /// Identifier of a session in a hub, and its peer-id on the wire. Reused as late as possible.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PeerId(pub u32);
+
+/// Addresses of a datagram.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Path {
+    /// Address of the client.
+    pub remote: SocketAddr,
+    /// Address of the server that the client uses, for a socket that receives at several addresses; `None` for other sockets.
+    pub local: Option<IpAddr>,
+}
+
+impl From<SocketAddr> for Path {
+    fn from(remote: SocketAddr) -> Self {
+        Self {
+            remote,
+            local: None,
+        }
+    }
+}
 
 /// Limits of a hub.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,6 +75,8 @@ impl Default for Limits {
 struct Entry {
     session: Session,
     address: SocketAddr,
+    /// Address of the server that the client uses, see [`Path::local`].
+    local: Option<IpAddr>,
     /// The client's session id.
     client: SessionId,
     /// Fingerprint of the client certificate; `None` until the session is established.
@@ -65,6 +85,15 @@ struct Entry {
     scheduled: Option<Instant>,
     /// True if the session is in `ready`.
     queued: bool,
+}
+
+impl Entry {
+    fn path(&self) -> Path {
+        Path {
+            remote: self.address,
+            local: self.local,
+        }
+    }
 }
 
 /// All sessions behind one UDP socket. Driven like a [`Session`].
@@ -87,7 +116,7 @@ pub struct Hub {
     timers: BTreeSet<(Instant, PeerId)>,
     /// Sessions that may have something to send.
     ready: VecDeque<PeerId>,
-    answers: VecDeque<(SocketAddr, Bytes)>,
+    answers: VecDeque<(Path, Bytes)>,
     events: VecDeque<(PeerId, Event)>,
     stats: HubStats,
 }
@@ -138,11 +167,12 @@ impl Hub {
     /// Returns the session of an authentic data packet, even of a ping.
     pub fn input(
         &mut self,
-        from: SocketAddr,
+        from: impl Into<Path>,
         datagram: &mut [u8],
         now: Instant,
         inner: &mut dyn FnMut(PeerId, &[u8]),
     ) -> Option<PeerId> {
+        let from = from.into();
         match DataHeader::parse(datagram) {
             Some(header) => self.data(from, header, datagram, now, inner),
             None => {
@@ -154,7 +184,10 @@ impl Hub {
 
     fn data(
         &mut self,
-        from: SocketAddr,
+        Path {
+            remote: from,
+            local,
+        }: Path,
         header: DataHeader,
         datagram: &mut [u8],
         now: Instant,
@@ -179,6 +212,9 @@ impl Hub {
             .input(datagram, now, &mut |packet| inner(peer, packet));
         // Data produces no output and only postpones timers, so most data packets need no further work.
         let has_events = entry.session.has_events();
+        if result.is_ok() {
+            entry.local = local;
+        }
         if moved && result.is_ok() {
             self.relocate(peer, from);
         }
@@ -240,12 +276,12 @@ impl Hub {
         }
     }
 
-    fn control(&mut self, from: SocketAddr, datagram: &mut [u8], now: Instant) {
+    fn control(&mut self, from: Path, datagram: &mut [u8], now: Instant) {
         let Ok((header, _)) = ControlHeader::split(datagram) else {
             self.stats.malformed += 1;
             return;
         };
-        match self.by_client.get(&(from, header.session)).copied() {
+        match self.by_client.get(&(from.remote, header.session)).copied() {
             Some(peer) => self.known_session(peer, datagram, now),
             None => self.unknown_session(from, header, datagram, now),
         }
@@ -330,8 +366,8 @@ impl Hub {
         }
     }
 
-    /// Appends one datagram to `out` and returns its destination.
-    pub fn poll_output(&mut self, now: Instant, out: &mut BytesMut) -> Option<SocketAddr> {
+    /// Appends one datagram to `out` and returns its addresses.
+    pub fn poll_output(&mut self, now: Instant, out: &mut BytesMut) -> Option<Path> {
         if let Some((to, answer)) = self.answers.pop_front() {
             out.extend_from_slice(&answer);
             return Some(to);
@@ -339,7 +375,7 @@ impl Hub {
         while let Some(peer) = self.ready.front().copied() {
             if let Some(entry) = self.entry(peer) {
                 if entry.session.poll_output(now, out) {
-                    return Some(entry.address);
+                    return Some(entry.path());
                 }
                 entry.queued = false;
                 if entry.session.is_finished() {
@@ -387,21 +423,21 @@ impl Hub {
         }
     }
 
-    /// Encrypts one inner packet into `out` and returns the destination of the datagram.
+    /// Encrypts one inner packet into `out` and returns the addresses of the datagram.
     pub fn seal(
         &mut self,
         peer: PeerId,
         inner: &[u8],
         now: Instant,
         out: &mut BytesMut,
-    ) -> Result<SocketAddr, SealError> {
+    ) -> Result<Path, SealError> {
         let entry = self.entry(peer).ok_or(SealError::NotEstablished)?;
         entry.session.seal(inner, now, out)?;
-        let address = entry.address;
+        let path = entry.path();
         if entry.session.wants_new_key(now) {
             self.schedule(peer);
         }
-        Ok(address)
+        Ok(path)
     }
 
     /// Runs `act` with a session, and then collects its events and output. Returns `None` if the session does

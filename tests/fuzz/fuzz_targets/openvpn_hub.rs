@@ -147,7 +147,7 @@ impl World {
             let mut out = BytesMut::with_capacity(4096);
             let hub = &mut self.hub;
             let sent = self.meter.run(|| hub.poll_output(now, &mut out));
-            let Some(to) = sent else {
+            let Some(to) = sent.map(|path| path.remote) else {
                 break;
             };
             assert!(
@@ -337,7 +337,7 @@ fuzz_target!(|input: &[u8]| {
                 let sealed = world.meter.run(|| hub.seal(peer, &packet, now, &mut out));
                 if let Ok(to) = sealed {
                     world.inside.insert(packet);
-                    world.delivers(to, &out);
+                    world.delivers(to.remote, &out);
                 }
             }
             10 => world.passes(Duration::from_millis(1 << (bytes.byte() % 17))),

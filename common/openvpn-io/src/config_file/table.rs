@@ -34,9 +34,8 @@ pub(super) fn not_needed(name: &str) -> Option<&'static str> {
         | "management-log-cache"
         | "management-up-down" => "logs go to stderr (--v), state to /readyz and /metrics",
         "resolv-retry" => "names are resolved again at every attempt, forever",
-        "nobind" | "float" | "multihome" | "bind" | "rebind" => {
-            "sockets are bound as the role requires"
-        }
+        "nobind" | "float" | "bind" | "rebind" => "sockets are bound as the role requires",
+        "multihome" => "answers over UDP always come from the address that the client has used",
         "auth-nocache" | "auth-retry" => "credentials are read from their file",
         "tcp-nodelay" | "socket-flags" => "TCP_NODELAY is always set",
         "sndbuf"

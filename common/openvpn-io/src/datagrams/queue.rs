@@ -5,9 +5,9 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::net::SocketAddr;
 
 use bytes::{Buf as _, BytesMut};
+use culvert_openvpn::hub::Path;
 use quinn_udp::{Transmit, is_msg_size_err};
 
 use super::path_mtu::PathMtus;
@@ -21,8 +21,8 @@ const MAX_BATCH: usize = u16::MAX as usize - 48;
 #[derive(Debug)]
 pub(super) struct Queue {
     out: BytesMut,
-    /// Destinations and lengths of the datagrams in `out`.
-    cuts: VecDeque<(SocketAddr, usize)>,
+    /// Addresses and lengths of the datagrams in `out`.
+    cuts: VecDeque<(Path, usize)>,
     /// Number of datagrams at the front to send one by one, after the kernel refused them as a batch.
     singly: usize,
     /// Datagrams that exceed the path MTU. The kernel sends such datagrams in fragments, but does not split batches
@@ -46,7 +46,7 @@ impl Queue {
     }
 
     /// Ends the datagram that was appended at `start`.
-    pub(super) fn cut(&mut self, to: SocketAddr, start: usize) {
+    pub(super) fn cut(&mut self, to: Path, start: usize) {
         if self.out.len() > start {
             self.cuts.push_back((to, self.out.len() - start));
         }
@@ -66,7 +66,8 @@ impl Queue {
 
     /// Returns the contents of the next system call: at most `most` datagrams.
     pub(super) fn next(&self, most: usize, now: Moment) -> Option<(Batch, Transmit<'_>)> {
-        let (destination, length) = self.cuts.front().copied()?;
+        let (path, length) = self.cuts.front().copied()?;
+        let destination = path.remote;
         let is_batch = self.singly == 0 && self.mtus.permits_batch(destination, length, now);
         let most = if is_batch { most } else { 1 };
         let batch = Batch::first_of(self.cuts.iter().copied(), most)?;
@@ -75,14 +76,26 @@ impl Queue {
             ecn: None,
             contents: self.out.get(..batch.bytes)?,
             segment_size: (batch.datagrams > 1).then_some(length),
-            src_ip: None,
+            src_ip: path.local,
         };
         Some((batch, transmit))
+    }
+
+    /// Returns true if the next datagram has a source address.
+    fn has_source(&self) -> bool {
+        let next = self.cuts.front();
+        next.is_some_and(|(path, _)| path.local.is_some())
     }
 
     /// Processes the result of a system call. Must not be called for `WouldBlock`.
     pub(super) fn sent(&mut self, batch: Batch, result: io::Result<()>, now: Moment) {
         match result {
+            // The machine no longer has the source address: the kernel chooses another one.
+            Err(error) if is_source_missing(&error) && self.has_source() => {
+                for (path, _) in self.cuts.iter_mut().take(batch.datagrams) {
+                    path.local = None;
+                }
+            }
             // The kernel sent nothing: the driver cannot split the batch (EIO, EINVAL), the path MTU is too
             // small, or an ICMP error for an earlier datagram was pending.
             Err(error) if batch.datagrams > 1 => {
@@ -90,7 +103,7 @@ impl Queue {
                 if is_msg_size_err(&error)
                     && let Some((to, length)) = self.cuts.front()
                 {
-                    self.mtus.refused(*to, *length, now);
+                    self.mtus.refused(to.remote, *length, now);
                 }
             }
             // UDP may lose any datagram. Only silence of the peer ends the session.
@@ -103,6 +116,15 @@ impl Queue {
     }
 }
 
+/// Returns true for the errors of the kernel about a source address that the machine does not have.
+fn is_source_missing(error: &io::Error) -> bool {
+    use io::ErrorKind::{AddrNotAvailable, InvalidInput, NetworkUnreachable};
+    matches!(
+        error.kind(),
+        AddrNotAvailable | InvalidInput | NetworkUnreachable
+    )
+}
+
 /// The datagrams at the front of a queue that one system call sends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Batch {
@@ -113,7 +135,7 @@ pub(super) struct Batch {
 impl Batch {
     /// Returns the longest batch that one system call accepts, between one and `most` datagrams.
     pub(super) fn first_of(
-        cuts: impl IntoIterator<Item = (SocketAddr, usize)>,
+        cuts: impl IntoIterator<Item = (Path, usize)>,
         most: usize,
     ) -> Option<Self> {
         let mut cuts = cuts.into_iter();
@@ -141,6 +163,8 @@ impl Batch {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
+    use std::net::{IpAddr, SocketAddr};
+
     use proptest::prelude::*;
 
     use super::*;
@@ -153,7 +177,9 @@ mod tests {
     }
 
     fn first(cuts: &[(u16, usize)], most: usize) -> (usize, usize) {
-        let cuts = cuts.iter().map(|(port, length)| (address(*port), *length));
+        let cuts = cuts
+            .iter()
+            .map(|(port, length)| (address(*port).into(), *length));
         let batch = Batch::first_of(cuts, most).unwrap();
         (batch.datagrams, batch.bytes)
     }
@@ -163,7 +189,7 @@ mod tests {
         for (index, (port, length)) in cuts.iter().enumerate() {
             let start = queue.len();
             queue.out().resize(start + length, index as u8);
-            queue.cut(address(*port), start);
+            queue.cut(address(*port).into(), start);
         }
         queue
     }
@@ -232,6 +258,20 @@ mod tests {
             false => Ok(()),
         });
         assert_eq!(calls, [2, 1, 1, 2, 1, 1]);
+    }
+
+    #[test]
+    fn datagrams_leave_without_a_source_address_that_the_machine_has_lost() {
+        let mut queue = queue(&[(1, 90), (1, 90)]);
+        for (path, _) in &mut queue.cuts {
+            path.local = Some(IpAddr::from([192, 0, 2, 9]));
+        }
+        let now = crate::now();
+        let (batch, transmit) = queue.next(64, now).unwrap();
+        assert!(transmit.src_ip.is_some());
+        queue.sent(batch, Err(io::ErrorKind::NetworkUnreachable.into()), now);
+        let (batch, transmit) = queue.next(64, now).unwrap();
+        assert_eq!((batch.datagrams, transmit.src_ip), (2, None));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
 use std::future::poll_fn;
-use std::net::{Ipv4Addr, Ipv6Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
 use tokio::time::timeout;
@@ -49,7 +49,7 @@ impl Datagrams {
     fn rest(&mut self) -> Vec<(SocketAddr, Vec<u8>)> {
         let mut rest = Vec::new();
         while let Some((from, datagram)) = self.take() {
-            rest.push((from, datagram.to_vec()));
+            rest.push((from.remote, datagram.to_vec()));
         }
         rest
     }
@@ -114,6 +114,45 @@ async fn dual_stack_socket_reports_mapped_ipv4_addresses() {
     for (tag, (from, datagram)) in peer.receive(5).await.into_iter().enumerate() {
         assert_eq!(from, SocketAddr::from((Ipv4Addr::LOCALHOST, port)));
         assert!(datagram == content(1000, tag));
+    }
+}
+
+#[tokio::test]
+async fn answer_comes_from_the_address_that_the_peer_has_used() {
+    for any in [
+        IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+        Ipv6Addr::UNSPECIFIED.into(),
+    ] {
+        let Ok(socket) = UdpSocket::bind((any, 0)).await else {
+            eprintln!("skipped: no IPv6");
+            continue;
+        };
+        let port = socket.local_addr().unwrap().port();
+        let mut server = Datagrams::new(socket).unwrap();
+        for used in [1, 2, 1].map(|last| SocketAddr::from(([127, 0, 0, last], port))) {
+            let peer = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+            for _ in 0..3 {
+                peer.send_to(b"question", used).await.unwrap();
+            }
+            let mut answered = 0;
+            while answered < 3 {
+                let received = poll_fn(|cx| server.poll_receive(cx));
+                timeout(PATIENCE, received).await.unwrap();
+                while let Some((path, _)) = server.take() {
+                    let start = server.len();
+                    server.out().extend_from_slice(b"answer");
+                    server.cut(path, start);
+                    answered += 1;
+                }
+            }
+            server.flush().await;
+            for _ in 0..3 {
+                let mut buffer = [0; 10];
+                let received = timeout(PATIENCE, peer.recv_from(&mut buffer)).await;
+                let (length, from) = received.unwrap().unwrap();
+                assert_eq!((&buffer[..length], from), (&b"answer"[..], used));
+            }
+        }
     }
 }
 

@@ -2,12 +2,12 @@
 //! answer waits for a session. Sessions start at a limited rate, so that TLS handshakes leave time for the data
 //! of established clients.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 use std::time::Instant;
 
 use bytes::BytesMut;
 
-use super::{Entry, Hub, PeerId};
+use super::{Entry, Hub, Path, PeerId};
 use crate::half_open::{makes_room, next_in_line};
 use crate::packet::{ControlHeader, ControlPacket, KeyId, Opcode, SessionId};
 use crate::session::{Ended, Session, unix_time};
@@ -34,7 +34,7 @@ pub(super) const MAX_WAITING: usize = 256;
 
 /// Client that waits for a session.
 pub(super) struct Start {
-    from: SocketAddr,
+    from: Path,
     client: SessionId,
     /// Session id of the server, which the client has echoed.
     own: SessionId,
@@ -46,7 +46,7 @@ impl Hub {
     /// gets an answer without a session.
     pub(super) fn unknown_session(
         &mut self,
-        from: SocketAddr,
+        from: Path,
         header: ControlHeader,
         datagram: &[u8],
         now: Instant,
@@ -70,7 +70,7 @@ impl Hub {
             // The echo was lost. Clients before 2.6 repeat the echo only after another answer.
             (Opcode::ControlV1, None, Some(1)) => self.answer(from, header.session, now),
             (Opcode::ControlV1 | Opcode::AckV1, Some(echoed), _) => {
-                if self.cookies.check(from, header.session, echoed, now) {
+                if self.cookies.check(from.remote, header.session, echoed, now) {
                     self.wait(Start {
                         from,
                         client: header.session,
@@ -96,7 +96,7 @@ impl Hub {
     }
 
     fn waiting_hosts(&self) -> impl Iterator<Item = (usize, IpAddr)> + Clone {
-        let hosts = self.waiting.iter().map(|start| start.from.ip());
+        let hosts = self.waiting.iter().map(|start| start.from.remote.ip());
         hosts.enumerate()
     }
 
@@ -107,10 +107,11 @@ impl Hub {
         while started < MAX_STARTS
             && let Some(next) = next_in_line(self.waiting_hosts())
         {
-            let known = self
-                .waiting
-                .get(next)
-                .and_then(|start| self.by_client.get(&(start.from, start.client)).copied());
+            let known = self.waiting.get(next).and_then(|start| {
+                self.by_client
+                    .get(&(start.from.remote, start.client))
+                    .copied()
+            });
             // The second packet of a client costs no session.
             if known.is_none() && !self.starts.allows(now) {
                 return;
@@ -129,7 +130,7 @@ impl Hub {
     }
 
     /// Queues the RESET of the server, without keeping any state.
-    fn answer(&mut self, to: SocketAddr, client: SessionId, now: Instant) {
+    fn answer(&mut self, to: Path, client: SessionId, now: Instant) {
         if self.answers.len() >= MAX_ANSWERS {
             self.stats.answers_dropped += 1;
             return;
@@ -137,7 +138,7 @@ impl Hub {
         let packet = ControlPacket {
             opcode: Opcode::HardResetServerV2,
             key_id: KeyId::FIRST,
-            session: self.cookies.make(to, client, now),
+            session: self.cookies.make(to.remote, client, now),
             acks: vec![0],
             peer_session: Some(client),
             id: Some(0),
@@ -157,7 +158,7 @@ impl Hub {
     /// Starts a session for a client with a proven address.
     fn open(
         &mut self,
-        from: SocketAddr,
+        from: Path,
         client: SessionId,
         own: SessionId,
         now: Instant,
@@ -184,7 +185,8 @@ impl Hub {
         let session = Session::after_cookie(self.config.clone(), peer.0, own, client, now);
         let entry = Entry {
             session,
-            address: from,
+            address: from.remote,
+            local: from.local,
             client,
             fingerprint: None,
             scheduled: None,
@@ -193,7 +195,7 @@ impl Hub {
         *self.slots.get_mut(peer.0 as usize)? = Some(Box::new(entry));
         self.live += 1;
         self.half_open.push_back(peer);
-        self.by_client.insert((from, client), peer);
+        self.by_client.insert((from.remote, client), peer);
         Some(peer)
     }
 }

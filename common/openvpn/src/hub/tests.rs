@@ -25,6 +25,8 @@ struct Net {
     now: Instant,
     hub: Hub,
     clients: Vec<Client>,
+    /// Address of the server that all clients use.
+    local: Option<IpAddr>,
     events: Vec<(PeerId, Event)>,
     inner: Vec<(PeerId, Vec<u8>)>,
     flying: BTreeMap<(Instant, u64), (SocketAddr, SocketAddr, Vec<u8>)>,
@@ -47,6 +49,7 @@ impl Net {
             now,
             hub: Hub::new(Arc::new(config), limits, now),
             clients: Vec::new(),
+            local: None,
             events: Vec::new(),
             inner: Vec::new(),
             flying: BTreeMap::new(),
@@ -88,7 +91,10 @@ impl Net {
             }
             let mut out = BytesMut::new();
             match self.hub.poll_output(self.now, &mut out) {
-                Some(to) => self.fly(server, to, &out),
+                Some(to) => {
+                    assert_eq!(to.local, self.local);
+                    self.fly(server, to.remote, &out);
+                }
                 None => break,
             }
         }
@@ -161,6 +167,10 @@ impl Net {
     fn deliver(&mut self, from: SocketAddr, to: SocketAddr, bytes: &mut [u8]) {
         if to == SocketAddr::from(SERVER) {
             self.recorded.push((from, bytes.to_vec()));
+            let from = Path {
+                remote: from,
+                local: self.local,
+            };
             let inner = &mut self.inner;
             self.hub.input(from, bytes, self.now, &mut |peer, packet| {
                 inner.push((peer, packet.to_vec()))
@@ -219,8 +229,8 @@ fn many_clients_share_one_socket() {
     for peer in &peers {
         let mut out = BytesMut::new();
         let to = net.hub.seal(*peer, &[1; 50], net.now, &mut out).unwrap();
-        assert_eq!(net.hub.address(*peer), Some(to));
-        net.fly(SERVER.into(), to, &out);
+        assert_eq!(net.hub.address(*peer), Some(to.remote));
+        net.fly(SERVER.into(), to.remote, &out);
     }
     net.run(Duration::from_secs(1));
     assert!(net.clients.iter().all(|client| client.inner == 1));
@@ -429,6 +439,37 @@ fn restarted_client_replaces_its_old_session_once_established() {
     net.run(Duration::from_secs(10));
     assert_eq!(net.hub.peers().count(), 1);
     assert_eq!(net.hub.stats().replaced, 1);
+}
+
+#[test]
+fn answers_come_from_the_address_that_the_client_uses() {
+    let mut net = Net::default();
+    let local = |last: u8| Some(IpAddr::from([10, 0, 0, last]));
+    net.local = local(1);
+    let client = net.join(at(1, 1000), usual());
+    // The handshake checks its answers.
+    net.run(Duration::from_secs(1));
+    let peer = net.established()[0];
+    let answer = |net: &mut Net| {
+        let sealed = net.hub.seal(peer, &[1; 50], net.now, &mut BytesMut::new());
+        sealed.unwrap().local
+    };
+    assert_eq!(answer(&mut net), local(1));
+    // Another address of the server counts once a packet authenticates.
+    let mut noise = vec![9 << 3, 0, 0, peer.0 as u8];
+    noise.resize(100, 3);
+    let path = Path {
+        remote: at(1, 1000),
+        local: local(2),
+    };
+    let now = net.now;
+    net.hub
+        .input(path, &mut noise, now, &mut |_, _| panic!("noise"));
+    assert_eq!(answer(&mut net), local(1));
+    net.local = local(2);
+    net.send(client, 1);
+    net.run(Duration::from_secs(1));
+    assert_eq!(answer(&mut net), local(2));
 }
 
 #[test]

@@ -71,7 +71,7 @@ impl Core {
                 .then_some((packet, None)),
             Self::Hub { hub, .. } => {
                 let to = hub.poll_output(now(), &mut packet)?;
-                Some((packet, Some(to)))
+                Some((packet, Some(to.remote)))
             }
         }
     }
@@ -86,7 +86,7 @@ impl Core {
             Self::One(session) => session.seal(inner, now(), &mut packet).map(|()| None)?,
             Self::Hub { hub, current, .. } => {
                 let peer = current.ok_or(SealError::NotEstablished)?;
-                Some(hub.seal(peer, inner, now(), &mut packet)?)
+                Some(hub.seal(peer, inner, now(), &mut packet)?.remote)
             }
         };
         Ok((packet, to))
