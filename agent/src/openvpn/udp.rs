@@ -5,13 +5,15 @@
 //! the longest time. Datagrams for a full socket are dropped, as usual for UDP.
 
 use std::collections::HashMap;
+use std::io::{self, ErrorKind};
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use culvert_openvpn::ip::{self, Packet, Sum, protocol};
+use culvert_openvpn::flows::Unreachable;
+use culvert_openvpn::ip::{self, Packet, Sum, kind, protocol};
 use culvert_openvpn_io::stream::Peer;
 use tokio::net::UdpSocket;
 use tokio::sync::mpsc::{self, Receiver, Sender, error::TrySendError};
@@ -160,34 +162,61 @@ async fn carry(
     used: &Used,
     peer: &Peer,
     mtu: usize,
-) -> std::io::Result<()> {
+) -> io::Result<()> {
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).await?;
     socket.connect(target).await?;
     let mut buffer = BytesMut::new();
     let mut packet = Vec::new();
+    let mut last = Bytes::new();
     let mut until = Instant::now() + IDLE;
     loop {
         buffer.clear();
         // A datagram larger than the buffer is truncated here and dropped below.
         buffer.reserve(mtu);
-        tokio::select! {
+        packet.clear();
+        let done = tokio::select! {
             datagram = receiver.recv() => match datagram {
-                Some(datagram) => drop(socket.send(&datagram).await?),
+                Some(datagram) => {
+                    last = datagram;
+                    send(&socket, &last).await
+                }
                 None => return Ok(()),
             },
-            read = socket.recv_buf(&mut buffer) => {
-                read?;
+            read = socket.recv_buf(&mut buffer) => read.map(|_| {
                 // The tunnel's packets are not split into fragments.
                 if buffer.len() + HEADERS <= mtu {
-                    packet.clear();
                     write(&mut packet, destination, client, &buffer);
-                    peer.forward(&packet);
                 }
-            }
+            }),
             () = sleep_until(until) => return Ok(()),
+        };
+        match done {
+            // The pair continues, because the port may open soon.
+            Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
+                write_port_closed(&mut packet, client, destination, &last);
+            }
+            done => done?,
+        }
+        if !packet.is_empty() {
+            peer.forward(&packet);
         }
         used.now();
         until = Instant::now() + IDLE;
+    }
+}
+
+/// Sends a datagram.
+///
+/// # Errors
+/// `ConnectionRefused` if the port was closed for an earlier datagram. This datagram was sent nevertheless.
+async fn send(socket: &UdpSocket, datagram: &[u8]) -> io::Result<()> {
+    match socket.send(datagram).await {
+        // The kernel reports the ICMP error of an earlier datagram once, and has sent nothing (udp(7)).
+        Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
+            socket.send(datagram).await?;
+            Err(error)
+        }
+        sent => sent.map(drop),
     }
 }
 
@@ -230,6 +259,21 @@ fn write(out: &mut Vec<u8>, from: SocketAddrV4, to: SocketAddrV4, payload: &[u8]
     out.extend_from_slice(payload);
 }
 
+/// Appends an IPv4 packet with the ICMP error "port unreachable" for a datagram.
+fn write_port_closed(out: &mut Vec<u8>, from: SocketAddrV4, to: SocketAddrV4, payload: &[u8]) {
+    let mut quote = Vec::new();
+    write(&mut quote, from, to, payload);
+    quote.truncate(HEADERS);
+    let mut header = [0; 8];
+    header[..2].copy_from_slice(&[kind::UNREACHABLE, Unreachable::Port.code()]);
+    let sum = Sum::of(&header) + Sum::of(&quote);
+    header[2..4].copy_from_slice(&sum.checksum().to_be_bytes());
+    let length = header.len() + quote.len();
+    ip::write_header(out, *to.ip(), *from.ip(), protocol::ICMP, length);
+    out.extend_from_slice(&header);
+    out.extend_from_slice(&quote);
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
@@ -237,6 +281,7 @@ mod tests {
     use culvert_host::net::destinations::Destinations;
     use culvert_konnectivity::excess::OverflowBudget;
     use culvert_openvpn::flows;
+    use culvert_openvpn::ip::Icmp;
     use culvert_openvpn_io::now;
     use culvert_openvpn_io::streams::Streams;
     use metrics::Gauge;
@@ -263,7 +308,7 @@ mod tests {
         assert_eq!(parse(&packet), None);
     }
 
-    fn datagrams() -> Datagrams {
+    fn datagrams() -> (Datagrams, Streams) {
         let limits = Limits {
             connection_bytes: 1,
             stall: Duration::from_secs(1),
@@ -278,7 +323,8 @@ mod tests {
         };
         let flows = Streams::new(flows::Config::default(), now());
         let tunnel = Tunnel::new(agent, nodes);
-        Datagrams::new(tunnel, flows.peer(), 1500, stop)
+        let datagrams = Datagrams::new(tunnel, flows.peer(), 1500, stop);
+        (datagrams, flows)
     }
 
     fn accepts(datagrams: &mut Datagrams, client: SocketAddrV4, destination: &str) -> bool {
@@ -290,7 +336,7 @@ mod tests {
 
     #[tokio::test]
     async fn denied_datagram_is_rejected() {
-        let mut datagrams = datagrams();
+        let (mut datagrams, _flows) = datagrams();
         assert!(accepts(&mut datagrams, CLIENT, "10.254.0.1:9"));
         assert!(!accepts(&mut datagrams, CLIENT, "169.254.169.254:53"));
     }
@@ -301,7 +347,7 @@ mod tests {
         // The node access network maps to 127.0.0.1.
         let target = format!("10.254.0.1:{}", server.local_addr().unwrap().port());
         let client = |port| SocketAddrV4::new(*CLIENT.ip(), port);
-        let mut datagrams = datagrams();
+        let (mut datagrams, _flows) = datagrams();
         let question = async |datagrams: &mut Datagrams, port| {
             assert!(accepts(datagrams, client(port), &target));
             server.recv_from(&mut [0; 16]).await.unwrap().1
@@ -317,6 +363,57 @@ mod tests {
         assert_eq!(datagrams.pairs.len(), MAX_PAIRS);
         let is_open = |port| datagrams.pairs.keys().any(|pair| pair.0 == client(port));
         assert!(is_open(1) && !is_open(2) && is_open(3) && is_open(1000));
+    }
+
+    #[tokio::test]
+    async fn pair_with_a_closed_port_continues_once_the_port_opens() {
+        let closed = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+        let address = closed.local_addr().unwrap();
+        drop(closed);
+        let target = format!("10.254.0.1:{}", address.port());
+        let (mut datagrams, mut flows) = datagrams();
+        assert!(accepts(&mut datagrams, CLIENT, &target));
+        let mut packets = Vec::<Vec<u8>>::new();
+        while packets.is_empty() {
+            let pair = datagrams.pairs.values().next().unwrap();
+            assert!(!pair.sender.is_closed(), "the pair has ended");
+            tokio::time::sleep(Duration::from_millis(1)).await;
+            flows.work(now(), &mut drop);
+            flows.poll_output(now(), &mut |packet| {
+                packets.push(packet.to_vec());
+                true
+            });
+        }
+        // The client gets the ICMP error with the head of its datagram.
+        let packet = Packet::parse(&packets[0]).unwrap();
+        assert_eq!(packet.destination(), *CLIENT.ip());
+        let error = Icmp::parse(&packet).unwrap();
+        assert_eq!((error.kind(), error.code()), (kind::UNREACHABLE, 3));
+        let mut sent = Vec::new();
+        write(&mut sent, CLIENT, target.parse().unwrap(), b"question");
+        assert_eq!(error.body(), &sent[..HEADERS]);
+
+        let server = UdpSocket::bind(address).await.unwrap();
+        assert!(accepts(&mut datagrams, CLIENT, &target));
+        let (length, _) = server.recv_from(&mut [0; 16]).await.unwrap();
+        assert_eq!(length, b"question".len());
+    }
+
+    #[tokio::test]
+    async fn datagram_after_a_refused_one_is_sent() {
+        let server = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+        let address = server.local_addr().unwrap();
+        drop(server);
+        let socket = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+        socket.connect(address).await.unwrap();
+        send(&socket, b"first").await.unwrap();
+        let server = UdpSocket::bind(address).await.unwrap();
+        socket.ready(tokio::io::Interest::ERROR).await.unwrap();
+        let refused = send(&socket, b"second").await.unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::ConnectionRefused);
+        let mut received = [0; 16];
+        let (length, _) = server.recv_from(&mut received).await.unwrap();
+        assert_eq!(&received[..length], b"second");
     }
 
     proptest! {

@@ -9,7 +9,7 @@ pub mod kind {
     /// Echo reply.
     pub const ECHO_REPLY: u8 = 0;
     /// Destination unreachable.
-    pub(crate) const UNREACHABLE: u8 = 3;
+    pub const UNREACHABLE: u8 = 3;
     /// Echo request.
     pub const ECHO: u8 = 8;
     /// Time exceeded.
