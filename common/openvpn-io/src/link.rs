@@ -155,7 +155,7 @@ impl<R: Role> Link<R> {
         self.role.turn(&mut self.session);
         // Every packet of the peer may need an acknowledgement. A peer that reads nothing is not read either.
         if self.wire.has_control_room() {
-            match self.wire.poll_fill(cx) {
+            match self.wire.poll_fill(self.streams.is_some(), cx) {
                 Poll::Ready(Ok(())) => {
                     active = true;
                     self.take_batch()?;

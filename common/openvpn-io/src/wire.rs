@@ -135,10 +135,15 @@ impl Wire {
         }
     }
 
-    /// Reads a batch. Ready once there may be packets.
-    pub(super) fn poll_fill(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), WireError>> {
+    /// Reads a batch. Ready once there may be packets. The read buffer grows only for a peer that is established,
+    /// because there may be many others.
+    pub(super) fn poll_fill(
+        &mut self,
+        is_established: bool,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<(), WireError>> {
         match self {
-            Self::Tcp(stream) => stream.poll_fill(cx),
+            Self::Tcp(stream) => stream.poll_fill(is_established, cx),
             // UDP errors are ignored: the peer's port may be closed for a moment, or a router may have sent
             // an ICMP error.
             Self::Udp(datagrams, _) => datagrams.poll_receive(cx).map(Ok),
@@ -188,8 +193,14 @@ impl Stream {
         Poll::Ready(Ok(()))
     }
 
-    fn poll_fill(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), WireError>> {
-        self.grow();
+    fn poll_fill(
+        &mut self,
+        is_established: bool,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<(), WireError>> {
+        if is_established {
+            self.grow();
+        }
         let free = self.input.get_mut(self.filled..).unwrap_or_default();
         let mut buffer = ReadBuf::new(free);
         ready!(Pin::new(&mut self.socket).poll_read(cx, &mut buffer))?;
@@ -201,7 +212,9 @@ impl Stream {
         if let Some(waits) = self.batching.read(read, now()) {
             self.wake_at(waits);
         }
-        self.grow();
+        if is_established {
+            self.grow();
+        }
         Poll::Ready(Ok(()))
     }
 
@@ -232,5 +245,47 @@ impl Stream {
         self.input.copy_within(at..self.filled, 0);
         self.filled -= at;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::future::poll_fn;
+
+    use tokio::io::AsyncWriteExt as _;
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn read_buffer_grows_only_for_an_established_peer() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let mut peer = TcpStream::connect(listener.local_addr().unwrap())
+            .await
+            .unwrap();
+        let mut wire = Wire::tcp(listener.accept().await.unwrap().0, 1500);
+        let sends = tokio::spawn(async move {
+            let packet = [&1000_u16.to_be_bytes()[..], &[0; 1000]].concat();
+            while peer.write_all(&packet).await.is_ok() {}
+        });
+        let buffer = |wire: &Wire| match wire {
+            Wire::Tcp(stream) => stream.input.len(),
+            Wire::Udp(..) => 0,
+        };
+        let first = buffer(&wire);
+        let mut packets = 0;
+        while packets < 10_000 {
+            poll_fn(|cx| wire.poll_fill(false, cx)).await.unwrap();
+            wire.packets(|_| packets += 1).unwrap();
+        }
+        assert_eq!(buffer(&wire), first);
+        while buffer(&wire) == first {
+            poll_fn(|cx| wire.poll_fill(true, cx)).await.unwrap();
+            wire.packets(|_| ()).unwrap();
+        }
+        drop(wire);
+        sends.await.unwrap();
     }
 }
