@@ -21,8 +21,8 @@ pub struct Config {
     /// Largest packet that the tunnel accepts, in bytes. Default 1500.
     pub tun_mtu: u16,
     /// Largest TCP payload of a packet, in bytes, for sending and as the advertised MSS. A larger payload
-    /// than the path behind the peer allows is lost silently, because smoltcp does not support path MTU
-    /// discovery; a smaller payload costs more packets. Default 1360, which fits every tunnel that stock
+    /// than the path behind the peer allows is lost until a router reports its MTU (RFC 1191), and forever if no
+    /// router does; a smaller payload costs more packets. Default 1360, which fits every tunnel that stock
     /// peers build on a path of 1500 bytes. See also [`for_tunnel`](Self::for_tunnel).
     pub mss: u16,
     /// Receive buffer of a flow, in bytes, and the largest receive window. A buffer smaller than the path's

@@ -77,6 +77,10 @@ pub(crate) const QUANTUM: usize = 32 << 10;
 /// accepts only packets that fit the device, usually 1500 bytes.
 const OWN_MSS: u16 = LARGE_TUN_MTU - 40;
 
+/// Smallest MTU that a flow accepts, in bytes: every host accepts packets of this size (RFC 791, 3.1). A smaller MTU only
+/// multiplies the number of packets.
+const MIN_MTU: usize = 576;
+
 pub(crate) struct Flow {
     interface: Interface,
     sockets: SocketSet<'static>,
@@ -121,17 +125,23 @@ pub(crate) struct Flow {
     eager: bool,
 }
 
+/// Creates the interface of a flow.
+fn interface(tuple: Tuple, mtu: usize, seed: u64, at: smoltcp::time::Instant) -> Interface {
+    let mut config = Config::new(HardwareAddress::Ip);
+    config.random_seed = seed;
+    let mut device = Wire::new(&[], Sink::None, mtu, Track::default().offer(u32::MAX));
+    let mut interface = Interface::new(config, &mut device, at);
+    interface.update_ip_addrs(|addresses| {
+        // The list has room for at least one address.
+        let _ = addresses.push(IpCidr::new(IpAddress::Ipv4(*tuple.local.ip()), 32));
+    });
+    interface
+}
+
 impl Flow {
     pub(crate) fn new(shape: Shape, clock: Clock, now: Instant, last_received: Instant) -> Self {
-        let mut config = Config::new(HardwareAddress::Ip);
-        config.random_seed = shape.seed;
         let track = Track::default();
-        let mut device = Wire::new(&[], Sink::None, shape.mtu, track.offer(u32::MAX));
-        let mut interface = Interface::new(config, &mut device, clock.at(now));
-        interface.update_ip_addrs(|addresses| {
-            // The list has room for at least one address.
-            let _ = addresses.push(IpCidr::new(IpAddress::Ipv4(*shape.tuple.local.ip()), 32));
-        });
+        let interface = interface(shape.tuple, shape.mtu, shape.seed, clock.at(now));
         let mut socket = Socket::new(
             tcp::SocketBuffer::new(vec![0; shape.receive_buffer]),
             tcp::SocketBuffer::new(vec![0; shape.send_buffer]),
@@ -320,6 +330,17 @@ impl Flow {
             0 => own,
             // An MSS below the default is treated as the default, because every host accepts the default.
             remote => own.min(remote.max(DEFAULT_MSS).into()),
+        }
+    }
+
+    /// Lowers the size of packets to the MTU of a network on the path. Lost packets are repeated with the new size.
+    pub(crate) fn lower_mtu(&mut self, mtu: u16, now: Instant) {
+        let mtu = usize::from(mtu);
+        if (MIN_MTU..self.mtu).contains(&mtu) {
+            self.mtu = mtu;
+            // smoltcp takes the MTU from the interface, which has no other state of the connection. The seed is for the
+            // sequence number of a dial.
+            self.interface = interface(self.tuple, mtu, 0, self.clock.at(now));
         }
     }
 

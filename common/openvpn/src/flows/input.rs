@@ -10,6 +10,9 @@ use crate::tuple::{Key, Tuple};
 /// Largest packet of a SYN, in bytes: options, and little or no data.
 const MAX_SYN: usize = 256;
 
+/// Code of an ICMP "destination unreachable" message: the packet is too large for the next network (RFC 792).
+const TOO_LARGE: u8 = 4;
+
 impl Flows {
     /// Processes an inner packet out of the tunnel.
     pub fn input(&mut self, packet: &[u8], now: Instant) -> Input {
@@ -185,18 +188,25 @@ impl Flows {
         let Some(index) = self.table.get(&tuple.into()).copied() else {
             return Input::Unknown;
         };
-        // Once connected, an ICMP error is only a hint (RFC 1122, 4.2.3.9): a broken path may recover. Code 4
-        // requests smaller packets, which smoltcp does not support; the MSS limit must be small enough.
-        if let Some(flow) = self.slots.flow(index)
-            && !flow.connected
-            && flow.ending.is_none()
-            && flow.track.is_in_flight(quote.sequence)
-            && icmp.kind() == kind::UNREACHABLE
-            && icmp.code() != 4
-        {
-            flow.ending = Some(Closed::Unreachable(Unreachable::from_code(icmp.code())));
-            flow.dropped = true;
-            self.settle(index);
+        let now = self.now;
+        let flow = self.slots.flow(index).filter(|flow| {
+            flow.ending.is_none()
+                && flow.track.is_in_flight(quote.sequence)
+                && icmp.kind() == kind::UNREACHABLE
+        });
+        match flow {
+            // The last two bytes are the MTU of the network after the router (RFC 1191, 4).
+            Some(flow) if icmp.code() == TOO_LARGE => {
+                let [.., high, low] = icmp.rest();
+                flow.lower_mtu(u16::from_be_bytes([high, low]), now);
+            }
+            // Once connected, other errors are only hints (RFC 1122, 4.2.3.9): a broken path may recover.
+            Some(flow) if !flow.connected => {
+                flow.ending = Some(Closed::Unreachable(Unreachable::from_code(icmp.code())));
+                flow.dropped = true;
+                self.settle(index);
+            }
+            _ => {}
         }
         Input::Accepted
     }

@@ -5,4 +5,5 @@
 mod bad_input;
 mod life;
 mod net;
+mod path_mtu;
 mod transfer;

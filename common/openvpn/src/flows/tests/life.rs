@@ -11,7 +11,7 @@ use crate::ip::{Icmp, Packet, Segment, flags, kind};
 const SECOND: Duration = Duration::from_secs(1);
 
 /// Returns the packets that the dialing side sends now.
-fn sent(net: &mut Net) -> Vec<Vec<u8>> {
+pub(super) fn sent(net: &mut Net) -> Vec<Vec<u8>> {
     let mut packets = Vec::new();
     net.a.flows.poll_output(net.now, &mut |packet| {
         packets.push(packet.to_vec());

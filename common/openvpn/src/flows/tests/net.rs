@@ -8,9 +8,13 @@ use rand::rngs::StdRng;
 use rand::{Rng, RngCore, SeedableRng};
 
 use crate::flows::{Closed, Config, Event, FlowId, Flows, Input, Received, Refusal};
+use crate::ip::build::icmp;
+use crate::ip::{Packet, kind};
 
 pub(crate) const SERVER: Ipv4Addr = Ipv4Addr::new(10, 20, 0, 1);
 pub(crate) const POD: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(172, 25, 0, 7), 10250);
+
+const ROUTER: Ipv4Addr = Ipv4Addr::new(172, 25, 0, 1);
 
 /// One direction of the tunnel.
 pub(crate) struct Wire {
@@ -26,6 +30,10 @@ pub(crate) struct Wire {
     pub(crate) socket: usize,
     /// Packets with this source port are lost.
     pub(crate) swallow: Option<[u8; 2]>,
+    /// A router on the wire answers larger packets with an ICMP error.
+    pub(crate) mtu: u16,
+    /// Answers of the router.
+    errors: Vec<Vec<u8>>,
     on_the_way: BTreeMap<(Instant, u64), Vec<u8>>,
     count: u64,
     pub(crate) lost: u64,
@@ -45,6 +53,8 @@ impl Wire {
             stalled: false,
             socket: usize::MAX,
             swallow: None,
+            mtu: u16::MAX,
+            errors: Vec::new(),
             on_the_way: BTreeMap::new(),
             count: 0,
             lost: 0,
@@ -58,6 +68,16 @@ impl Wire {
             return false;
         }
         if self.swallow.is_some_and(|port| packet[20..22] == port) {
+            return true;
+        }
+        if packet.len() > self.mtu.into() {
+            let sender = Packet::parse(packet).unwrap().source();
+            let [high, low] = self.mtu.to_be_bytes();
+            let rest = [0, 0, high, low];
+            let from = SocketAddrV4::new(ROUTER, 0);
+            let to = SocketAddrV4::new(sender, 0);
+            let error = icmp(from, to, [kind::UNREACHABLE, 4], rest, &packet[..28]);
+            self.errors.push(error);
             return true;
         }
         let copies = 1 + usize::from(random.random_bool(self.duplicate));
@@ -306,6 +326,11 @@ impl Net {
     /// Processes everything that is due at the current time.
     pub(crate) fn turn(&mut self) {
         let now = self.now;
+        for (app, wire) in [(&mut self.a, &mut self.ab), (&mut self.b, &mut self.ba)] {
+            for error in wire.errors.drain(..) {
+                assert_eq!(app.flows.input(&error, now), Input::Accepted);
+            }
+        }
         for (app, wire) in [(&mut self.a, &mut self.ba), (&mut self.b, &mut self.ab)] {
             let mut held = 0;
             while let Some(packet) = wire.due(now) {

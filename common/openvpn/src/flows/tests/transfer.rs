@@ -8,9 +8,9 @@ use crate::flows::{Closed, Config, Pace};
 use crate::options::Transport;
 use crate::session::LARGE_TUN_MTU;
 
-const MINUTE: Duration = Duration::from_secs(60);
+pub(super) const MINUTE: Duration = Duration::from_secs(60);
 
-fn both_ways(net: &mut Net, there: usize, back: usize, limit: Duration) {
+pub(super) fn both_ways(net: &mut Net, there: usize, back: usize, limit: Duration) {
     net.b.to_send = back;
     let id = net.dial(POD, there);
     net.settle(limit);
