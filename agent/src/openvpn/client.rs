@@ -147,7 +147,7 @@ impl Client {
         };
         let limit = self.settings.connect_timeout.unwrap_or(CONNECT_TIMEOUT);
         let mtu = config.common.max_tun_mtu;
-        let role = ClientRole::new(self.tunnel.clone(), remote.transport);
+        let role = ClientRole::new(self.tunnel.clone(), remote.transport, self.tls.clone());
         let session = || Session::client(Arc::new(config), now());
         let link = tokio::select! {
             link = async {

@@ -11,7 +11,8 @@ use culvert_openvpn_io::config_file::{Common, Material};
 use culvert_openvpn_io::files::{self, FileError};
 use tracing::warn;
 
-/// The files of a client's TLS configuration, or their inline blocks. Each session uses the latest content.
+/// The files of a client's TLS configuration, or their inline blocks. Each session uses the latest
+/// content, and an open session the latest CA.
 pub(super) struct TlsMaterial {
     ca: Material,
     common: Common,

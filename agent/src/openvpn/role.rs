@@ -3,10 +3,12 @@
 use std::net::Ipv4Addr;
 use std::sync::Arc;
 
+use culvert_host::reload::Latest;
 use culvert_openvpn::control::push;
 use culvert_openvpn::flows::{self, Input, Pace};
 use culvert_openvpn::options::Transport;
 use culvert_openvpn::session::{Established, Event, Session, Stats};
+use culvert_openvpn::tls::ClientTls;
 use culvert_openvpn_io::Moment;
 use culvert_openvpn_io::link::Role;
 use culvert_openvpn_io::metrics::Counters;
@@ -27,6 +29,7 @@ const BUFFER_BUDGET: usize = 64 << 20;
 pub(super) struct ClientRole {
     tunnel: Arc<Tunnel>,
     transport: Transport,
+    tls: Latest<Arc<ClientTls>>,
     /// Fires when the tunnel ends.
     ended: CancellationToken,
     /// True once the tunnel has been established, and still true after the tunnel ends.
@@ -36,11 +39,16 @@ pub(super) struct ClientRole {
 }
 
 impl ClientRole {
-    pub(super) fn new(tunnel: Arc<Tunnel>, transport: Transport) -> Self {
+    pub(super) fn new(
+        tunnel: Arc<Tunnel>,
+        transport: Transport,
+        tls: Latest<Arc<ClientTls>>,
+    ) -> Self {
         let ended = tunnel.agent.shutdown.child_token();
         Self {
             tunnel,
             transport,
+            tls,
             ended,
             established: false,
             counters: Counters::default(),
@@ -112,6 +120,12 @@ impl Role for ClientRole {
             Event::Notice(text) => info!(text, "notice from the OpenVPN server"),
             // `Authenticated` occurs only in the server role. The caller of `Link::run` logs `Ended`.
             Event::Authenticated(_) | Event::Ended(_) => {}
+        }
+    }
+
+    fn turn(&mut self, session: &mut Session) {
+        if let Some(newer) = self.tls.take_change() {
+            session.set_authorities(&newer);
         }
     }
 

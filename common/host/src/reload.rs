@@ -109,6 +109,12 @@ impl<T: Clone> Latest<T> {
         self.0.borrow().clone()
     }
 
+    /// Returns the value if it has changed since the last call.
+    pub fn take_change(&mut self) -> Option<T> {
+        let has_changed = self.0.has_changed().unwrap_or(false);
+        has_changed.then(|| self.0.borrow_and_update().clone())
+    }
+
     /// Waits for the next change and returns the new value; `None` if there will be no change.
     pub async fn changed(&mut self) -> Option<T> {
         self.0.changed().await.ok()?;

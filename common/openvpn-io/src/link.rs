@@ -44,7 +44,7 @@ pub trait Role: Send {
         drop(incoming);
     }
 
-    /// Runs before each turn. A server uses it to update certificates.
+    /// Runs before each turn. Both roles use it to update certificates.
     fn turn(&mut self, session: &mut Session) {
         let _ = session;
     }

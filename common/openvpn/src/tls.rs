@@ -229,6 +229,15 @@ impl ClientTls {
         Ok(Self { config, verifier })
     }
 
+    /// Returns settings with the own certificate of these settings, and the checks of the server's certificate of
+    /// `newer`.
+    pub(crate) fn with_checks_of(&self, newer: &Self) -> Self {
+        Self {
+            config: self.config.clone(),
+            verifier: newer.verifier.clone(),
+        }
+    }
+
     /// Creates a connection with a hello that waits to be sent.
     pub(crate) fn connect(&self) -> Result<Channel, TlsError> {
         let mut config = self.config.clone();

@@ -1,13 +1,14 @@
 //! The client role in the control channel: sends the key-method message, requests the options, and applies
 //! them.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tracing::debug;
 
 use super::event::{Ended, Event};
 use super::keys::Agreed;
-use super::{Common, Session, Side, Slot};
+use super::{ClientConfig, Common, Session, Side, Slot};
 use crate::Role;
 use crate::cipher::Cipher;
 use crate::control::push::{self, Assembler, PushOptions};
@@ -18,7 +19,7 @@ use crate::ncp;
 use crate::negotiation::Negotiation;
 use crate::options::{LocalOptions, PeerOptions, Transport};
 use crate::peer_info::{self, Protocol};
-use crate::tls::Channel;
+use crate::tls::{Channel, ClientTls};
 
 /// Pause before the first request. A 2.4 server ignores requests that arrive before the server is ready.
 const FIRST_REQUEST: Duration = Duration::from_secs(1);
@@ -42,6 +43,16 @@ pub(super) struct Server {
 }
 
 impl Session {
+    /// Replaces the CAs that the server's certificate is verified with (client role), from the next negotiation on. The
+    /// session keeps its own certificate, because servers refuse another one in a renegotiation.
+    pub fn set_authorities(&mut self, newer: &ClientTls) {
+        if let Side::Client(config) = &mut self.side {
+            let mut renewed = ClientConfig::clone(config);
+            renewed.tls = Arc::new(config.tls.with_checks_of(newer));
+            *config = Arc::new(renewed);
+        }
+    }
+
     /// Sends the client's key-method message after the TLS handshake.
     pub(super) fn client_secured(&mut self, slot: Slot, now: Instant) {
         let Side::Client(config) = &self.side else {

@@ -1,5 +1,7 @@
 use super::*;
 use crate::packet::{ControlPacket, Opcode};
+use crate::tls::tests::{PKI, Pki};
+use crate::tls::{MinVersion, ServerTls};
 
 fn every(transport: Transport, client: u64, server: u64) -> Sim {
     let mut ours = client_config(transport);
@@ -197,6 +199,30 @@ fn renewed_server_certificates_are_used_for_the_next_key() {
     sim.client.session.clocks.renegotiate_at = Some(now);
     sim.run(Duration::from_secs(5));
     assert_eq!((sim.client.rekeys(), sim.server.rekeys()), (1, 1));
+}
+
+#[test]
+fn renewed_authority_of_the_client_is_used_for_the_next_key() {
+    let new = Pki::named("new CA");
+    for is_known in [false, true] {
+        let mut sim = every(Transport::Tcp, 0, 0);
+        sim.connect();
+        let (ca, identity) = (PKI.ca(), new.server().identity());
+        let tls = ServerTls::new(ca.as_bytes(), None, identity, MinVersion::Tls12, false);
+        let renewed = ServerConfig::new(Transport::Tcp, Arc::new(tls.unwrap()));
+        sim.server.session.set_config(Arc::new(renewed));
+        if is_known {
+            // The session keeps its own certificate: the server would refuse another one.
+            let newer = new.client_tls("user-cluster-client");
+            sim.client.session.set_authorities(&newer);
+        }
+        let now = sim.now;
+        sim.server.session.clocks.renegotiate_at = Some(now);
+        sim.run(Duration::from_secs(5));
+        let rekeys = usize::from(is_known);
+        assert_eq!((sim.client.rekeys(), sim.server.rekeys()), (rekeys, rekeys));
+        assert_eq!(sim.client.ended().is_none(), is_known);
+    }
 }
 
 #[test]
