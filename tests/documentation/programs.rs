@@ -86,6 +86,7 @@ impl FileSet for NoFiles {
         let expiry = Expiry {
             own: Some(0),
             ca: Some(0),
+            crl: Some(0),
         };
         Ok(Loaded { value: (), expiry })
     }

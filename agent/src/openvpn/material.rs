@@ -63,7 +63,7 @@ impl FileSet for TlsMaterial {
         }
         Ok(Loaded {
             value: Arc::new(tls),
-            expiry: files::expiry(cert, &self.ca)?,
+            expiry: files::expiry(cert, &self.ca, None)?,
         })
     }
 }

@@ -64,13 +64,15 @@ pub struct Loaded<T> {
     pub expiry: Expiry,
 }
 
-/// Times at which the first certificate of a kind expires, in Unix seconds; `None` without certificates.
+/// Times at which the first certificate or CRL of a kind expires, in Unix seconds; `None` without any.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Expiry {
     /// The program's own certificate, with its chain.
     pub own: Option<i64>,
     /// The CAs that peers are verified with.
     pub ca: Option<i64>,
+    /// The CRLs that peers are verified with. An expired CRL refuses all peers of its CA.
+    pub crl: Option<i64>,
 }
 
 /// The latest value of a file set.

@@ -26,7 +26,7 @@ use rustls::{
     ClientConfig, ConnectionCommon, ProtocolVersion, ServerConfig, SupportedProtocolVersion,
 };
 
-pub use expiry::{earliest_expiry, earliest_expiry_in_pem};
+pub use expiry::{earliest_crl_expiry_in_pem, earliest_expiry, earliest_expiry_in_pem};
 pub use explain::{explain, explain_tls};
 pub use identity::Identity;
 pub use peer::common_name;

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use culvert_host::file_follower::ReadError;
 use culvert_host::reload::Expiry;
-use culvert_host::tls::earliest_expiry_in_pem;
+use culvert_host::tls::{earliest_crl_expiry_in_pem, earliest_expiry_in_pem};
 use culvert_openvpn::cipher::Digest;
 use culvert_openvpn::tls::{ClientTls, ConfigError, Identity, MinVersion, ServerCheck, ServerTls};
 use culvert_openvpn::wrap::{WrapKey, static_key};
@@ -78,15 +78,21 @@ pub fn paths<'a>(materials: impl IntoIterator<Item = &'a Material>) -> Vec<PathB
     materials.into_iter().filter_map(path).collect()
 }
 
-/// Returns the times at which this side's certificate and the CAs expire.
+/// Returns the times at which this side's certificate, the CAs and the CRL expire.
 ///
 /// # Errors
 /// [`FileError::Read`] and [`FileError::TooLarge`].
-pub fn expiry(cert: Option<&Material>, ca: &Material) -> Result<Expiry, FileError> {
+pub fn expiry(
+    cert: Option<&Material>,
+    ca: &Material,
+    crl: Option<&Material>,
+) -> Result<Expiry, FileError> {
     let own = cert.map(load).transpose()?;
+    let crl = crl.map(load).transpose()?;
     Ok(Expiry {
         own: own.and_then(|pem| earliest_expiry_in_pem(&pem)),
         ca: earliest_expiry_in_pem(&load(ca)?),
+        crl: crl.and_then(|pem| earliest_crl_expiry_in_pem(&pem)),
     })
 }
 

@@ -19,12 +19,14 @@ label_values! {
 }
 
 label_values! {
-    /// Kind of a certificate in a file set.
+    /// Kind of a certificate or a CRL in a file set.
     pub(super) enum Kind("certificate") {
         /// The program's own certificate, with its chain.
         Own = "own",
         /// The CAs that peers are verified with.
         Ca = "ca",
+        /// The CRLs that peers are verified with.
+        Crl = "crl",
     }
 }
 
@@ -41,7 +43,7 @@ impl<F: LabelSet> FileMetrics<F> {
             expiry: Family::new(
                 registry,
                 "culvert_certificate_expiry_seconds",
-                "Time at which the first certificate of the kind expires, in seconds since the Unix epoch.",
+                "Time at which the first certificate or CRL of the kind expires, in seconds since the Unix epoch.",
             ),
             reloads: Family::new(
                 registry,
@@ -68,8 +70,12 @@ impl<F: LabelSet> FileMetrics<F> {
     /// Replaces the expiry of the certificates. The value of a certificate that no longer exists is NaN, so that
     /// no alert compares it.
     pub(super) fn expires(&self, files: F, before: Expiry, now: Expiry) {
-        let own = (Kind::Own, before.own, now.own);
-        for (kind, before, now) in [own, (Kind::Ca, before.ca, now.ca)] {
+        let kinds = [
+            (Kind::Own, before.own, now.own),
+            (Kind::Ca, before.ca, now.ca),
+            (Kind::Crl, before.crl, now.crl),
+        ];
+        for (kind, before, now) in kinds {
             let gauge = || self.expiry.get((files, kind));
             match now {
                 Some(now) => gauge().set(now as f64),

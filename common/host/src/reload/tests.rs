@@ -46,7 +46,10 @@ impl FileSet for Numbers {
         let own = numbers.first().copied().filter(|number| *number != 0);
         Ok(Loaded {
             value: numbers.iter().sum(),
-            expiry: Expiry { own, ca: None },
+            expiry: Expiry {
+                own,
+                ..Expiry::default()
+            },
         })
     }
 }

@@ -1,8 +1,8 @@
 //! Times at which certificates expire.
 
-use rustls_pki_types::CertificateDer;
 use rustls_pki_types::pem::PemObject as _;
-use x509_parser::prelude::{FromDer, X509Certificate};
+use rustls_pki_types::{CertificateDer, CertificateRevocationListDer};
+use x509_parser::prelude::{CertificateRevocationList, FromDer, X509Certificate};
 
 /// Returns the time at which the first of the certificates expires, in Unix seconds. Certificates that cannot be
 /// parsed are skipped. Returns `None` if no certificate is left.
@@ -12,6 +12,18 @@ pub fn earliest_expiry<'a>(certificates: impl IntoIterator<Item = &'a [u8]>) -> 
         .filter_map(|der| X509Certificate::from_der(der).ok());
     parsed
         .map(|(_, certificate)| certificate.validity().not_after.timestamp())
+        .min()
+}
+
+/// Returns the time at which the first CRL of a PEM file expires, in Unix seconds. CRLs without such a time and CRLs that
+/// cannot be parsed are skipped. Returns `None` if no CRL is left.
+pub fn earliest_crl_expiry_in_pem(text: &[u8]) -> Option<i64> {
+    CertificateRevocationListDer::pem_slice_iter(text)
+        .filter_map(Result::ok)
+        .filter_map(|der| {
+            let (_, list) = CertificateRevocationList::from_der(&der).ok()?;
+            Some(list.next_update()?.timestamp())
+        })
         .min()
 }
 

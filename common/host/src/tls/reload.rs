@@ -84,6 +84,7 @@ impl FileSet for ServerFiles {
             expiry: Expiry {
                 own: identity.expiry(),
                 ca: trust.as_ref().and_then(TrustBundle::expiry),
+                crl: None,
             },
         })
     }
@@ -143,6 +144,7 @@ impl FileSet for ClientFiles {
             expiry: Expiry {
                 own: identity.as_ref().and_then(Identity::expiry),
                 ca: trust.expiry(),
+                crl: None,
             },
         })
     }

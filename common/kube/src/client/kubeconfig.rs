@@ -72,7 +72,7 @@ impl Account {
         let client = connect(config, cluster.as_ref())?;
         Ok(Loaded {
             value: Access { client, server },
-            expiry: Expiry { own, ca },
+            expiry: Expiry { own, ca, crl: None },
         })
     }
 }

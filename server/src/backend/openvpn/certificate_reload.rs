@@ -74,7 +74,7 @@ impl FileSet for TlsMaterial {
         )?;
         Ok(Loaded {
             value: Arc::new(tls),
-            expiry: files::expiry(Some(&self.cert), &self.ca)?,
+            expiry: files::expiry(Some(&self.cert), &self.ca, self.server.crl.as_ref())?,
         })
     }
 }
@@ -183,7 +183,8 @@ mod tests {
         server.common.cert = file("cert", &ca.pem());
         server.common.key = file("key", &ca.key().serialize_pem());
         server.crl = file("crl", "");
-        let mut reloader = Reloader::new(&Registry::new(&[]).unwrap());
+        let registry = Registry::new(&[]).unwrap();
+        let mut reloader = Reloader::new(&registry);
         let mut follow = |server: &Server| {
             let material = TlsMaterial::new(server).unwrap();
             reloader.follow(Files::Openvpn, material)
@@ -192,6 +193,9 @@ mod tests {
         file("crl", &crl(1));
         let latest = follow(&server).unwrap();
         let first = latest.get();
+        let expiry = rcgen::date_time_ymd(2999, 1, 1).unix_timestamp();
+        let shown = format!("files=\"openvpn\",certificate=\"crl\"}} {expiry}");
+        assert!(registry.render().contains(&shown), "{}", registry.render());
         for (text, is_used) in [("", false), (&*ca.pem(), false), (&*crl(2), true)] {
             file("crl", text);
             reloader.check();
