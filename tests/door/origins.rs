@@ -331,6 +331,36 @@ async fn incomplete_requests_of_one_address_do_not_lock_out_others() {
 }
 
 #[tokio::test]
+async fn incomplete_hellos_of_one_client_do_not_lock_out_others_behind_a_balancer() {
+    const BALANCER: [u8; 4] = [127, 0, 0, 9];
+    let endpoint = TlsEndpoint::start(NAME).await;
+    let upstream = Upstream::new("ns/api", endpoint.address).server_name(NAME);
+    let door = Door::start_with(&[upstream], &["--proxy-protocol-from=127.0.0.9"]).await;
+    let mut incomplete = Vec::new();
+    // More than all slots and places.
+    for _ in 0..2400 {
+        let mut stream = connect_from(BALANCER, door.sni).await;
+        let header = b"PROXY TCP4 192.0.2.66 203.0.113.8 40000 443\r\n";
+        stream
+            .write_all(&[header, &b"\x16"[..]].concat())
+            .await
+            .unwrap();
+        incomplete.push(stream);
+    }
+    eventually("clients are refused", LIMIT, async || {
+        let refused = door.refused("sni", "too_many_connections").await;
+        (refused > 0.0).then_some(()).ok_or(refused)
+    })
+    .await;
+    let mut stream = connect_from(BALANCER, door.sni).await;
+    let header = b"PROXY TCP4 192.0.2.7 203.0.113.8 40000 443\r\n";
+    stream.write_all(header).await.unwrap();
+    let stream = endpoint.connect_over(stream, NAME, ALL_VERSIONS).await;
+    assert_eq!(ask(&mut stream.unwrap()).await, NAME);
+    assert_eq!(door.refused("sni", "proxy_header").await, 0.0);
+}
+
+#[tokio::test]
 async fn server_behind_the_door_knows_the_addresses_of_agents() {
     let builder = Topology::builder(Mode::HttpConnect, Transport::Uds).servers(1);
     let trusts = ["--agent-proxy-protocol-from=127.0.0.1"];

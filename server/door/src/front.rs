@@ -118,6 +118,11 @@ impl Front {
             Ok(origin) => origin,
             // A port check of the load balancer.
             Err(HeaderError::Left) => return,
+            Err(HeaderError::Unadmitted(why)) => {
+                self.metrics.refused(entrance, Refusal::TooManyConnections);
+                debug!(%peer, %why, "connection refused before its PROXY protocol header");
+                return;
+            }
             Err(why) => return self.refuse_header(entrance, peer, &why.to_string()),
         };
         match self.shares.take(origin.ip(), &stream) {

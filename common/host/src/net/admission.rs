@@ -18,7 +18,7 @@ use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -28,11 +28,13 @@ use tokio::io::{AsyncRead, ReadBuf};
 use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 use tokio_util::sync::CancellationToken;
 
+use super::listen::usable_descriptors;
+
 /// Largest read from a peer before its admission, in bytes.
 const GATED_READ_BYTES: usize = 4 * 1024;
 
-/// Number of peers that may wait for a slot, as a multiple of the slots. A waiting peer costs its socket and about
-/// 2 KiB.
+/// Number of peers that may wait for a slot, and number of peers that may wait for the rest of a PROXY protocol header,
+/// each as a multiple of the slots. A waiting peer costs its socket and about 2 KiB.
 const QUEUE_FACTOR: usize = 8;
 
 /// The peers are spread over many hosts if no host has more than this part of the slots.
@@ -60,14 +62,17 @@ pub struct AdmissionLimits {
 pub struct Admission {
     limits: AdmissionLimits,
     hosts: Mutex<Hosts>,
+    /// Number of peers that wait for a slot.
+    for_slots: AtomicUsize,
+    /// Number of peers that wait for the rest of their headers. Peers whose addresses are not known yet cannot displace
+    /// other peers, so peers that wait for slots must not use up the places.
+    for_headers: AtomicUsize,
 }
 
 #[derive(Default)]
 struct Hosts {
     last: u64,
     len: usize,
-    /// Number of peers that wait for a slot.
-    queued: usize,
     /// Peers by host, from oldest to newest.
     peers: HashMap<u64, BTreeMap<u64, Peer>>,
 }
@@ -115,8 +120,8 @@ pub struct Gated<S> {
     candidate: Option<Arc<Candidate>>,
 }
 
-/// Counts a peer that waits for a slot until dropped.
-pub(super) struct Queued<'a>(&'a Admission);
+/// Counts a waiting peer until dropped.
+pub(super) struct Waiting<'a>(&'a AtomicUsize);
 
 impl Admission {
     /// Creates the slots of a listener.
@@ -124,6 +129,8 @@ impl Admission {
         Arc::new(Self {
             limits,
             hosts: Mutex::default(),
+            for_slots: AtomicUsize::new(0),
+            for_headers: AtomicUsize::new(0),
         })
     }
 
@@ -141,7 +148,7 @@ impl Admission {
         if let Some(candidate) = self.take(host, deadline) {
             return Ok(candidate);
         }
-        let _queued = self.queue().ok_or(Unadmitted::Displaced)?;
+        let _waiting = self.wait(&self.for_slots)?;
         let taken = async {
             loop {
                 sleep(RETRY).await;
@@ -176,12 +183,22 @@ impl Admission {
         }
     }
 
-    /// Takes a place for a peer that waits for a slot, until dropped. Returns `None` without a free place.
-    pub(super) fn queue(&self) -> Option<Queued<'_>> {
-        let mut hosts = self.hosts.lock();
-        let has_room = hosts.queued < QUEUE_FACTOR * self.limits.peers;
-        hosts.queued += usize::from(has_room);
-        has_room.then(|| Queued(self))
+    /// Counts a peer that waits for the rest of its header.
+    ///
+    /// # Errors
+    /// Fails if too many peers wait for their headers.
+    pub(super) fn wait_for_header(&self) -> Result<Waiting<'_>, Unadmitted> {
+        self.wait(&self.for_headers)
+    }
+
+    fn wait<'a>(&self, count: &'a AtomicUsize) -> Result<Waiting<'a>, Unadmitted> {
+        // Waiting peers must not use up the descriptors of a process with a small limit.
+        let descriptors = usize::try_from(usable_descriptors() / 8).unwrap_or(usize::MAX);
+        let limit = (QUEUE_FACTOR * self.limits.peers).min(descriptors);
+        let one_more = |count| (count < limit).then_some(count + 1);
+        let counted = count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more);
+        counted.map_err(|_| Unadmitted::Displaced)?;
+        Ok(Waiting(count))
     }
 
     /// Returns the number of slots in use.
@@ -318,9 +335,9 @@ impl Drop for Slot {
     }
 }
 
-impl Drop for Queued<'_> {
+impl Drop for Waiting<'_> {
     fn drop(&mut self) {
-        self.0.hosts.lock().queued -= 1;
+        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -443,7 +460,7 @@ mod tests {
         assert_eq!(of_crowd().map(drop), Err(Unadmitted::Displaced));
         let other = admission.try_enter(address("192.0.2.1"), Instant::now());
         assert!(other.is_ok() && crowd[0].is_displaced());
-        assert_eq!(admission.hosts.lock().queued, 0);
+        assert_eq!(admission.for_slots.load(Ordering::Relaxed), 0);
     }
 
     #[tokio::test(start_paused = true)]

@@ -122,10 +122,10 @@ pub struct Refused {
 }
 
 /// Returns the origin of a new connection from `peer`. Reads a header if the peer is in one of the networks `from`,
-/// and no byte after the header. Meanwhile the peer is one of the waiting peers of `admission`.
+/// and no byte after the header. A peer whose header has not arrived yet is one of the waiting peers of `admission`.
 ///
 /// # Errors
-/// Fails if the peer must send a header and sends none, and if too many peers wait.
+/// Fails if the peer must send a header and sends none, and if too many peers wait for their headers.
 pub async fn origin(
     stream: &TcpStream,
     peer: SocketAddr,
@@ -137,10 +137,17 @@ pub async fn origin(
         destination: None,
     };
     if from.contains(peer.ip()) {
-        let _waiting = admission.queue().ok_or(Unadmitted::Displaced)?;
-        // In a box, because most connections have no header and do not need the space.
-        let header = timeout(HEADER_TIMEOUT, Box::pin(read(stream))).await;
-        let header = header.map_err(|_| HeaderError::Late)??;
+        let mut received = Vec::new();
+        let header = match outcome(look(stream, &mut received))? {
+            Some(header) => header,
+            None => {
+                let _waiting = admission.wait_for_header()?;
+                // In a box, because most connections have no header and do not need the space.
+                let rest = Box::pin(read(stream, received));
+                let header = timeout(HEADER_TIMEOUT, rest).await;
+                header.map_err(|_| HeaderError::Late)??
+            }
+        };
         origin = header.origin.unwrap_or(origin);
     }
     Ok(origin)
@@ -241,23 +248,27 @@ fn sized(
     Ok((len <= received).then_some(Header { len, origin }))
 }
 
-/// Reads a header, and no byte after the header.
-async fn read(stream: &TcpStream) -> Result<Header, HeaderError> {
-    let mut received = Vec::new();
+/// Reads the rest of a header that begins with `received`, and no byte after the header.
+async fn read(stream: &TcpStream, mut received: Vec<u8>) -> Result<Header, HeaderError> {
     loop {
         stream.readable().await?;
         let looked = stream.try_io(Interest::READABLE, || look(stream, &mut received));
-        match looked {
-            Ok(Ok(Some(header))) => return Ok(header),
-            Ok(Ok(None)) => {}
-            Ok(Err(error)) => return Err(error),
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-            // The health checks of some load balancers end with a reset.
-            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {
-                return Err(HeaderError::Left);
-            }
-            Err(error) => return Err(error.into()),
+        if let Some(header) = outcome(looked)? {
+            return Ok(header);
         }
+    }
+}
+
+/// Returns the header if [`look`] has found all of it.
+fn outcome(
+    looked: io::Result<Result<Option<Header>, HeaderError>>,
+) -> Result<Option<Header>, HeaderError> {
+    match looked {
+        Ok(header) => header,
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
+        // The health checks of some load balancers end with a reset.
+        Err(error) if error.kind() == io::ErrorKind::ConnectionReset => Err(HeaderError::Left),
+        Err(error) => Err(error.into()),
     }
 }
 

@@ -152,11 +152,15 @@ async fn accepted() -> (TcpStream, SocketAddr, TcpStream) {
 }
 
 fn slots() -> Arc<Admission> {
+    slots_with_grace(Duration::ZERO)
+}
+
+fn slots_with_grace(grace: Duration) -> Arc<Admission> {
     Admission::new(AdmissionLimits {
         peers: 1,
         bytes: 1,
         deadline: HEADER_TIMEOUT,
-        grace: Duration::ZERO,
+        grace,
     })
 }
 
@@ -255,9 +259,32 @@ async fn few_peers_wait_for_their_headers_at_once() {
     };
     assert!(matches!(refused, HeaderError::Unadmitted(_)), "{refused}");
     assert_eq!(waiting.len(), 8);
-    waiting.pop();
+    // A header that has already arrived needs no place.
     let (stream, peer, mut client) = accepted().await;
     client.write_all(&[V4, b"\x16"].concat()).await.unwrap();
+    stream.readable().await.unwrap();
     let entered = enter(&stream, peer, &trusted, &admission).await;
     assert_eq!(entered.unwrap().0, "192.0.2.1:40000".parse().unwrap());
+    // A place becomes free again.
+    waiting.pop();
+    let (stream, peer, mut client) = accepted().await;
+    let send = async { client.write_all(V4).await.unwrap() };
+    let (origin, ()) = tokio::join!(origin(&stream, peer, &trusted, &admission), send);
+    assert_eq!(origin.unwrap().source, "192.0.2.1:40000".parse().unwrap());
+}
+
+#[tokio::test]
+async fn peers_that_wait_for_slots_leave_the_places_for_headers() {
+    let (trusted, admission) = (networks("127.0.0.1"), slots_with_grace(HEADER_TIMEOUT));
+    let enter = || Box::pin(admission.enter([192, 0, 2, 66].into(), Instant::now()));
+    let _slot = enter().await.unwrap();
+    let mut waiting: Vec<_> = (0..8).map(|_| enter()).collect();
+    for one in &mut waiting {
+        assert!(futures_util::poll!(one).is_pending());
+    }
+    assert!(enter().await.is_err());
+    let (stream, peer, mut client) = accepted().await;
+    let send = async { client.write_all(V4).await.unwrap() };
+    let (origin, ()) = tokio::join!(origin(&stream, peer, &trusted, &admission), send);
+    assert_eq!(origin.unwrap().source, "192.0.2.1:40000".parse().unwrap());
 }
