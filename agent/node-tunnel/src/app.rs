@@ -7,13 +7,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use culvert_host::admin::{self, Check, METRICS_TYPE, Reply};
+use culvert_host::admin::{self, Check};
 use culvert_host::net::congestion::disable_bbr_on_loopback;
 use culvert_host::net::listen::{Accepted, Keepalive, Listener, rebind};
 use culvert_host::runtime::shards::Shards;
 use culvert_host::runtime::spawn_essential;
 use culvert_host::telemetry::metrics::Registry;
-use http::StatusCode;
 use tokio::net::TcpListener;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
@@ -238,9 +237,5 @@ fn pages(
     admin::Routes::new()
         .with_healthz()
         .with_agent_readyz(checks)
-        .with_metrics(registry.clone())
-        .route("/stats/prometheus", move |_| {
-            let page = page.render();
-            std::future::ready(Reply::new(StatusCode::OK, METRICS_TYPE, page))
-        })
+        .with_metrics_at(&["/stats/prometheus", "/metrics"], move || page.render())
 }

@@ -10,6 +10,8 @@
 
 mod listener;
 mod pages;
+mod progress;
+mod shared_page;
 mod socket;
 
 use std::collections::HashMap;
@@ -34,8 +36,9 @@ use tokio_util::task::TaskTracker;
 use crate::net::admission::{Admission, AdmissionLimits};
 
 pub use listener::{BindError, bind};
+pub use pages::Check;
 pub(crate) use pages::NO_PROFILES;
-pub use pages::{Check, METRICS_TYPE};
+use progress::Progress;
 use socket::Stream;
 pub use socket::{AdminSocket, UnixSocket};
 
@@ -242,7 +245,7 @@ async fn serve_http(stream: Box<dyn Stream>, routes: Arc<Routes>, shutdown: Canc
         .timer(TokioTimer::new())
         .header_read_timeout(HEADER_TIMEOUT)
         .max_buf_size(MAX_HEAD_BYTES)
-        .serve_connection(TokioIo::new(stream), service);
+        .serve_connection(TokioIo::new(Progress::new(stream)), service);
     let mut connection = pin!(connection);
     let ended = tokio::select! {
         outcome = connection.as_mut() => Some(outcome),

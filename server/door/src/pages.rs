@@ -4,7 +4,7 @@ use std::future::ready;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use culvert_host::admin::{METRICS_TYPE, Reply, Routes};
+use culvert_host::admin::{Reply, Routes};
 use http::StatusCode;
 use tracing::info;
 
@@ -46,15 +46,11 @@ pub(super) fn admin(front: &Arc<Front>) -> Routes {
         })
 }
 
-fn with_metrics(mut routes: Routes, front: &Arc<Front>) -> Routes {
-    for path in ["/stats/prometheus", "/metrics"] {
-        let front = front.clone();
-        routes = routes.route(path, move |_| {
-            let text = front.metrics.render(&front.table);
-            ready(Reply::new(StatusCode::OK, METRICS_TYPE, text))
-        });
-    }
-    routes
+fn with_metrics(routes: Routes, front: &Arc<Front>) -> Routes {
+    let front = front.clone();
+    routes.with_metrics_at(&["/stats/prometheus", "/metrics"], move || {
+        front.metrics.render(&front.table)
+    })
 }
 
 /// Returns the answer of Envoy's health check filter, which sends no body.

@@ -8,6 +8,7 @@ use http::header::{HOST, HeaderValue, LOCATION};
 use http::uri::Authority;
 use http::{Request, StatusCode};
 
+use super::shared_page::SharedPage;
 use super::{Reply, Routes};
 use crate::net::dial::{join_host_port, split_host_port};
 use crate::telemetry::metrics::Registry;
@@ -19,7 +20,7 @@ pub(crate) const NO_PROFILES: &str = "this program has no pprof profiles; use `p
 const PPROF: &str = "/debug/pprof";
 
 /// Content type of the Prometheus text format.
-pub const METRICS_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
+const METRICS_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// One readiness check of the agent.
 pub struct Check {
@@ -65,11 +66,26 @@ impl Routes {
         })
     }
 
-    /// Adds `/metrics`, rendered for each request.
+    /// Adds `/metrics`.
     #[must_use]
     pub fn with_metrics(self, registry: Arc<Registry>) -> Self {
-        self.route("/metrics", move |_| {
-            ready(Reply::new(StatusCode::OK, METRICS_TYPE, registry.render()))
+        self.with_metrics_at(&["/metrics"], move || registry.render())
+    }
+
+    /// Adds a page in the Prometheus text format at several paths. The page is rendered for each request, unless there
+    /// are many requests or earlier answers are not sent yet; a page is then up to one second old.
+    #[must_use]
+    pub fn with_metrics_at(
+        self,
+        paths: &[&'static str],
+        render: impl Fn() -> String + Send + Sync + 'static,
+    ) -> Self {
+        let page = Arc::new(SharedPage::new(render));
+        paths.iter().fold(self, |routes, path| {
+            let page = Arc::clone(&page);
+            routes.route(path, move |_| {
+                ready(Reply::new(StatusCode::OK, METRICS_TYPE, page.get()))
+            })
         })
     }
 

@@ -359,3 +359,38 @@ async fn missing_request_body_times_out() {
     assert_eq!(status(&answer), "408");
     server.stop().await;
 }
+
+/// A page that is larger than the buffers of a connection.
+struct Large(
+    #[expect(dead_code, reason = "counts the pages")] Arc<()>,
+    Vec<u8>,
+);
+
+impl AsRef<[u8]> for Large {
+    fn as_ref(&self) -> &[u8] {
+        &self.1
+    }
+}
+
+#[tokio::test]
+async fn unread_answer_is_dropped_in_time() {
+    let (begun, pages) = (Arc::new(Notify::new()), Arc::new(()));
+    let (at_begin, owner) = (Arc::clone(&begun), Arc::clone(&pages));
+    let routes = Routes::new().route("/large", move |_| {
+        at_begin.notify_one();
+        let page = Bytes::from_owner(Large(Arc::clone(&owner), vec![0; 64 << 20]));
+        ready(Reply::text(StatusCode::OK, page))
+    });
+    let server = Running::start(routes).await;
+    let mut unread = server.connect().await;
+    let request = b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n";
+    unread.write_all(request).await.unwrap();
+    begun.notified().await;
+    tokio::time::pause();
+    tokio::time::sleep(progress::WRITE_TIMEOUT / 2).await;
+    assert_eq!(Arc::strong_count(&pages), 3);
+    // The kernel may have accepted another part meanwhile.
+    tokio::time::sleep(2 * progress::WRITE_TIMEOUT).await;
+    assert_eq!(Arc::strong_count(&pages), 2);
+    server.stop().await;
+}
