@@ -5,12 +5,13 @@
 //! pipe from a pool only while there are bytes to move, so an idle connection owns neither a buffer nor a
 //! pipe.
 
+mod pipe;
+
 use std::cell::RefCell;
 use std::io;
 use std::net::Shutdown;
-use std::os::fd::OwnedFd;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use culvert_host::net::congestion::disable_bbr_on_loopback;
@@ -19,7 +20,6 @@ use culvert_host::net::silence::is_over;
 use culvert_stream::pump::idle;
 use culvert_stream::{CLOSE_STALL, CloseReason, HALF_OPEN_IDLE};
 use futures_util::FutureExt as _;
-use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, splice};
 use socket2::SockRef;
 use tokio::io::Interest;
 use tokio::net::TcpStream;
@@ -27,24 +27,15 @@ use tokio::sync::Notify;
 use tokio::task::{coop::consume_budget, yield_now};
 use tokio::time::{Instant, sleep_until, timeout};
 
+use self::pipe::Pipe;
 use super::socket::{ResetOnDrop, read_once};
 use super::watch::{Side, watch};
 
 /// Size of a thread's buffer. A direction with a read of this size counts as bulk.
 const COPY_BYTES: usize = 16 * 1024;
 
-/// Requested capacity of a pipe, in bytes. The kernel counts pages, so a pipe may hold more. The kernel
-/// allows at most `fs.pipe-max-size` (1 MiB) per pipe, and 64 MiB for all pipes of a user without privileges.
-const PIPE_BYTES: usize = 256 * 1024;
-
-/// Requested capacity of a large pipe, in bytes; large pipes need fewer system calls (docs/decisions/0005).
-const LARGE_PIPE_BYTES: usize = 1024 * 1024;
-
 /// Bytes that one pipe moves at a time to a peer on a long path, where small messages wait behind them.
 const LONG_PATH_BYTES: usize = 64 * 1024;
-
-/// Largest number of large pipes: half of the limit of a user without privileges.
-const LARGE_PIPES: usize = 32;
 
 /// Bytes a direction may move before other tasks of the thread get a turn.
 const TURN_BYTES: usize = 1024 * 1024;
@@ -53,15 +44,11 @@ const TURN_BYTES: usize = 1024 * 1024;
 /// registrations.
 const BULK_BYTES: u64 = 1024 * 1024;
 
-/// Largest number of empty pipes in a thread's pool.
-const SPARE_PIPES: usize = 32;
-
 /// Time limit for discarding unread input at the end of a connection, see [`Relay::settle`].
 const SETTLE: Duration = Duration::from_secs(2);
 
 thread_local! {
     static BUFFER: RefCell<Box<[u8]>> = RefCell::new(vec![0; COPY_BYTES].into());
-    static PIPES: RefCell<Vec<Pipe>> = const { RefCell::new(Vec::new()) };
 }
 
 /// The two sockets of one connection.
@@ -100,16 +87,6 @@ struct Direction<'a> {
     /// Close reasons for a failure of `from` and for a failure of `to`.
     lost: [CloseReason; 2],
 }
-
-/// An empty pipe.
-struct Pipe {
-    read: OwnedFd,
-    write: OwnedFd,
-    /// Requested capacity.
-    bytes: usize,
-}
-
-static LARGE: AtomicUsize = AtomicUsize::new(0);
 
 /// The socket that failed. The system's error text would not help the operator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -403,55 +380,6 @@ pub(crate) async fn write_all(to: &TcpStream, mut bytes: &[u8]) -> io::Result<()
     }
     Ok(())
 }
-
-// === impl Pipe ===
-
-impl Pipe {
-    fn take() -> io::Result<Self> {
-        if let Some(pipe) = PIPES.with_borrow_mut(Vec::pop) {
-            return Ok(pipe);
-        }
-        let (read, write) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)?;
-        let one_more = |large| (large < LARGE_PIPES).then_some(large + 1);
-        let large = LARGE.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more);
-        let bytes = large.map_or(PIPE_BYTES, |_| LARGE_PIPE_BYTES);
-        let pipe = Self { read, write, bytes };
-        // A smaller pipe only needs more system calls.
-        if fcntl_setpipe_size(&pipe.write, bytes).is_err() {
-            let _ = fcntl_setpipe_size(&pipe.write, PIPE_BYTES);
-        }
-        Ok(pipe)
-    }
-
-    /// Returns the pipe to the thread's pool. The pipe must be empty; a pipe with bytes in it must be dropped
-    /// instead.
-    fn give_back(self) {
-        PIPES.with_borrow_mut(|spare| {
-            if spare.len() < SPARE_PIPES {
-                spare.push(self);
-            }
-        });
-    }
-
-    fn fill(&self, from: &TcpStream, most: usize) -> io::Result<usize> {
-        let bytes = self.bytes.min(most);
-        Ok(splice(from, None, &self.write, None, bytes, FLAGS)?)
-    }
-
-    fn drain(&self, to: &TcpStream, len: usize) -> io::Result<usize> {
-        Ok(splice(&self.read, None, to, None, len, FLAGS)?)
-    }
-}
-
-impl Drop for Pipe {
-    fn drop(&mut self) {
-        if self.bytes == LARGE_PIPE_BYTES {
-            LARGE.fetch_sub(1, Ordering::Relaxed);
-        }
-    }
-}
-
-const FLAGS: SpliceFlags = SpliceFlags::MOVE.union(SpliceFlags::NONBLOCK);
 
 #[cfg(test)]
 mod tests;

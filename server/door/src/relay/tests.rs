@@ -362,17 +362,3 @@ async fn relay_with_unsent_bytes_does_not_stop() {
     };
     assert_eq!(ended.reason, None);
 }
-
-#[test]
-fn only_a_limited_number_of_pipes_is_large() {
-    let held = |pipe: &Pipe| rustix::pipe::fcntl_getpipe_size(&pipe.write).unwrap();
-    let pipes: Vec<_> = (0..LARGE_PIPES + 8)
-        .map(|_| Pipe::take().unwrap())
-        .collect();
-    let large = pipes.iter().filter(|pipe| held(pipe) > PIPE_BYTES).count();
-    // Other tests in this process may use some of the large pipes.
-    assert!((1..=LARGE_PIPES).contains(&large), "{large} are large");
-    assert!(held(pipes.last().unwrap()) <= PIPE_BYTES);
-    drop(pipes);
-    assert_eq!(held(&Pipe::take().unwrap()), LARGE_PIPE_BYTES);
-}
