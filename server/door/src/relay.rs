@@ -323,8 +323,7 @@ impl Direction<'_> {
     async fn splice(&self) -> Result<usize, Broken> {
         loop {
             self.readable().await?;
-            // Fails without free file descriptors.
-            let Ok(pipe) = Pipe::take() else {
+            let Some(pipe) = Pipe::take() else {
                 return self.copy().await;
             };
             let fill = || pipe.fill(self.from, self.at_a_time());

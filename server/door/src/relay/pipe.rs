@@ -1,12 +1,16 @@
 //! The pipes that move bytes between sockets in the kernel.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
-use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, splice};
+use rustix::pipe::{
+    PipeFlags, SpliceFlags, fcntl_getpipe_size, fcntl_setpipe_size, pipe_with, splice,
+};
 use tokio::net::TcpStream;
+use tokio::time::Instant;
 
 /// Requested capacity of a pipe, in bytes. The kernel counts pages, so a pipe may hold more. The kernel
 /// allows at most `fs.pipe-max-size` (1 MiB) per pipe, and 64 MiB for all pipes of a user without privileges.
@@ -18,6 +22,13 @@ const LARGE_PIPE_BYTES: usize = 1024 * 1024;
 /// Largest number of large pipes: half of the limit of a user without privileges.
 const LARGE_PIPES: usize = 32;
 
+/// Smallest useful capacity, in bytes: the default of the kernel. Beyond the limit of a user without privileges, a new
+/// pipe has two pages, and moving bytes through such a pipe costs more than copying them.
+const MIN_PIPE_BYTES: usize = 64 * 1024;
+
+/// Time without attempts to open a pipe after a failure.
+const PAUSE: Duration = Duration::from_secs(1);
+
 /// Largest number of empty pipes in a thread's pool.
 const SPARE_PIPES: usize = 32;
 
@@ -28,37 +39,64 @@ static LARGE: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
     static PIPES: RefCell<Vec<Pipe>> = const { RefCell::new(Vec::new()) };
+    /// Time of the last failure to open a pipe.
+    static FAILED: Cell<Option<Instant>> = const { Cell::new(None) };
 }
 
 /// An empty pipe.
 pub(super) struct Pipe {
     read: OwnedFd,
     write: OwnedFd,
-    /// Requested capacity.
+    /// Capacity that the kernel has granted.
     bytes: usize,
+    /// `None` if the pipe is not large.
+    _large: Option<Large>,
 }
+
+/// A place among the large pipes, until dropped.
+struct Large;
 
 // === impl Pipe ===
 
 impl Pipe {
-    /// Takes a pipe from the thread's pool, or opens a pipe.
-    ///
-    /// # Errors
-    /// Fails without free file descriptors.
-    pub(super) fn take() -> io::Result<Self> {
+    /// Takes a pipe from the thread's pool, or opens a pipe. Returns `None` without free file descriptors, and if the
+    /// kernel grants no useful capacity.
+    pub(super) fn take() -> Option<Self> {
         if let Some(pipe) = PIPES.with_borrow_mut(Vec::pop) {
-            return Ok(pipe);
+            return Some(pipe);
         }
-        let (read, write) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)?;
-        let one_more = |large| (large < LARGE_PIPES).then_some(large + 1);
-        let large = LARGE.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more);
-        let bytes = large.map_or(PIPE_BYTES, |_| LARGE_PIPE_BYTES);
-        let pipe = Self { read, write, bytes };
-        // A smaller pipe only needs more system calls.
-        if fcntl_setpipe_size(&pipe.write, bytes).is_err() {
-            let _ = fcntl_setpipe_size(&pipe.write, PIPE_BYTES);
+        if FAILED.get().is_some_and(|at| at.elapsed() < PAUSE) {
+            return None;
         }
-        Ok(pipe)
+        let ends = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK).ok();
+        let pipe = ends.and_then(|(read, write)| {
+            Self::of(read, write, |pipe, bytes| fcntl_setpipe_size(pipe, bytes))
+        });
+        FAILED.set(pipe.is_none().then(Instant::now));
+        pipe
+    }
+
+    /// Creates a pipe from its ends. `resize` sets the capacity and returns the granted capacity.
+    fn of(
+        read: OwnedFd,
+        write: OwnedFd,
+        resize: impl Fn(&OwnedFd, usize) -> rustix::io::Result<usize>,
+    ) -> Option<Self> {
+        let large = Large::take();
+        let large = large.and_then(|place| Some((place, resize(&write, LARGE_PIPE_BYTES).ok()?)));
+        let (bytes, large) = match large {
+            Some((place, bytes)) => (bytes, Some(place)),
+            None => {
+                let bytes = resize(&write, PIPE_BYTES);
+                (bytes.or_else(|_| fcntl_getpipe_size(&write)).ok()?, None)
+            }
+        };
+        (bytes >= MIN_PIPE_BYTES).then_some(Self {
+            read,
+            write,
+            bytes,
+            _large: large,
+        })
     }
 
     /// Returns the pipe to the thread's pool. The pipe must be empty; a pipe with bytes in it must be dropped
@@ -83,11 +121,17 @@ impl Pipe {
     }
 }
 
-impl Drop for Pipe {
+impl Large {
+    fn take() -> Option<Self> {
+        let one_more = |large| (large < LARGE_PIPES).then_some(large + 1);
+        let taken = LARGE.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more);
+        taken.ok().map(|_| Self)
+    }
+}
+
+impl Drop for Large {
     fn drop(&mut self) {
-        if self.bytes == LARGE_PIPE_BYTES {
-            LARGE.fetch_sub(1, Ordering::Relaxed);
-        }
+        LARGE.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -95,11 +139,46 @@ impl Drop for Pipe {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
+    use rustix::io::Errno;
+
     use super::*;
+
+    fn ends() -> (OwnedFd, OwnedFd) {
+        pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK).unwrap()
+    }
+
+    #[test]
+    fn pipe_has_the_granted_capacity_or_is_not_used() {
+        // As beyond the limit of a user without privileges.
+        let (read, write) = ends();
+        fcntl_setpipe_size(&write, 8192).unwrap();
+        assert!(Pipe::of(read, write, |_, _| Err(Errno::PERM)).is_none());
+        // As with a smaller fs.pipe-max-size.
+        let (read, write) = ends();
+        let resize = |pipe: &OwnedFd, bytes| match bytes {
+            LARGE_PIPE_BYTES => Err(Errno::PERM),
+            bytes => fcntl_setpipe_size(pipe, bytes),
+        };
+        let pipe = Pipe::of(read, write, resize).unwrap();
+        assert_eq!(pipe.bytes, PIPE_BYTES);
+        assert!(pipe._large.is_none());
+        let (read, write) = ends();
+        let pipe = Pipe::of(read, write, |_, _| Err(Errno::PERM)).unwrap();
+        assert_eq!(pipe.bytes, MIN_PIPE_BYTES);
+    }
+
+    #[test]
+    fn failure_to_open_a_pipe_is_followed_by_a_pause() {
+        FAILED.set(Some(Instant::now()));
+        assert!(Pipe::take().is_none());
+        FAILED.set(Instant::now().checked_sub(PAUSE));
+        assert!(Pipe::take().is_some());
+        assert!(FAILED.get().is_none());
+    }
 
     #[test]
     fn only_a_limited_number_of_pipes_is_large() {
-        let held = |pipe: &Pipe| rustix::pipe::fcntl_getpipe_size(&pipe.write).unwrap();
+        let held = |pipe: &Pipe| fcntl_getpipe_size(&pipe.write).unwrap();
         let pipes: Vec<_> = (0..LARGE_PIPES + 8)
             .map(|_| Pipe::take().unwrap())
             .collect();
