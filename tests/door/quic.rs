@@ -10,6 +10,7 @@ use culvert_native::quic::connection_id::{ConnectionId, Tag};
 use culvert_tests::eventually;
 use culvert_tests::process::Signal;
 use futures_util::future::join_all;
+use socket2::{Domain, Protocol, Socket, Type};
 use tokio::net::UdpSocket;
 
 use self::support::{
@@ -204,6 +205,26 @@ async fn datagrams_that_route_nothing_are_dropped_and_counted() {
     assert_eq!(receive(&endpoint).await, hello);
     is_silent(&sender);
     assert_eq!(opened(&door).await, 1.0);
+}
+
+#[tokio::test]
+async fn datagram_without_a_source_port_is_dropped() {
+    let raw = Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::UDP));
+    let Ok(raw) = raw else {
+        println!("skipped: a raw socket needs CAP_NET_RAW");
+        return;
+    };
+    let (door, endpoint) = door_of_socket(&[]).await;
+    let other = QuicEndpoint::start(NAME);
+    let hello = first_datagrams(&client(&other.certificate, false), NAME, 1).await;
+    let len = u16::try_from(8 + hello[0].len()).unwrap().to_be_bytes();
+    // A UDP header without a checksum.
+    let header = [&[0, 0], &door.sni.port().to_be_bytes()[..], &len, &[0, 0]].concat();
+    let datagram = [header, hello[0].clone()].concat();
+    raw.send_to(&datagram, &door.sni.into()).unwrap();
+    door.has_refused("quic", "garbage", 1.0).await;
+    is_silent(&endpoint);
+    assert_eq!(opened(&door).await, 0.0);
 }
 
 #[tokio::test]

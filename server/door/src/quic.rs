@@ -26,6 +26,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use anyhow::Context as _;
+use culvert_host::net::is_unicast;
 use culvert_host::runtime::essential;
 use culvert_native::quic::connection_id::CONNECTION_ID_BYTES;
 use quinn_udp::RecvMeta;
@@ -217,6 +218,13 @@ impl Listener {
 
     /// Forwards datagrams of one connection.
     fn forward(&mut self, meta: &RecvMeta, run: &[u8]) -> Result<(), Refused> {
+        // The kernel would refuse the answer with EINVAL, and quinn-udp would then send without GSO and ECN forever.
+        if meta.addr.port() == 0 || meta.dst_ip.is_some_and(|ip| !is_unicast(ip)) {
+            return Err(Refused::new(
+                Refusal::Garbage,
+                "no source port, or not sent to one host",
+            ));
+        }
         let path = Path {
             client: meta.addr,
             local: meta.dst_ip,
