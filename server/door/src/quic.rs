@@ -267,7 +267,7 @@ impl Listener {
                 return Err(Refused::new(Refusal::Garbage, error.to_string()));
             }
             Arrival::TooMany => {
-                let why = "too many incomplete hellos, or datagrams of one hello";
+                let why = "the hello has too many datagrams";
                 return Err(Refused::new(Refusal::TooManyConnections, why));
             }
         };

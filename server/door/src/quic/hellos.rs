@@ -1,9 +1,9 @@
 //! Clients whose ClientHello is incomplete: the datagrams so far, bounded by number, bytes and time. No I/O.
 //!
-//! Anybody can send such datagrams, also with forged addresses. A full table displaces the oldest client, because
-//! the datagrams of one hello follow each other closely.
+//! Anybody can send such datagrams, also with forged addresses. A full table displaces the oldest client, and a source
+//! with too many clients displaces its own oldest client, because the datagrams of one hello follow each other closely.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
@@ -31,7 +31,8 @@ pub(super) struct Hellos {
     clients: BTreeMap<u64, Client>,
     /// Positions in `clients`.
     positions: HashMap<Key, u64>,
-    sources: HashMap<u64, usize>,
+    /// Positions of the clients of each source.
+    sources: HashMap<u64, BTreeSet<u64>>,
     last: u64,
     bytes: usize,
     /// Number of listeners that share the limits.
@@ -60,8 +61,7 @@ pub(super) enum Arrival {
     },
     /// The datagram is dropped.
     Bad(InitialError),
-    /// The datagram is dropped, because the source has too many incomplete hellos, or this hello has too many
-    /// datagrams.
+    /// The datagram is dropped, because this hello has too many datagrams.
     TooMany,
 }
 
@@ -112,22 +112,22 @@ impl Hellos {
                 }
             }
             (Ok(None), None) => {
-                let count = self.sources.entry(source_of(from.ip())).or_default();
-                if *count >= MAX_CLIENTS_OF_SOURCE.div_ceil(self.parts) {
-                    return Arrival::TooMany;
-                }
-                *count += 1;
                 self.last += 1;
                 self.bytes += datagram.len();
                 self.positions.insert(key.clone(), self.last);
+                let of_source = self.sources.entry(source_of(from.ip())).or_default();
+                of_source.insert(self.last);
+                let is_full = of_source.len() > MAX_CLIENTS_OF_SOURCE.div_ceil(self.parts);
+                let oldest = of_source.first().copied().filter(|_| is_full);
                 let client = Client {
                     key,
                     since: now,
                     datagrams: vec![datagram.to_vec()],
                 };
                 self.clients.insert(self.last, client);
+                let lost = oldest.and_then(|oldest| self.remove(oldest));
                 Arrival::Kept {
-                    displaced: self.displace(),
+                    displaced: usize::from(lost.is_some()) + self.displace(),
                 }
             }
         }
@@ -163,9 +163,9 @@ impl Hellos {
         self.positions.remove(&client.key);
         self.bytes -= client.datagrams.iter().map(Vec::len).sum::<usize>();
         let source = source_of(client.key.0.ip());
-        if let Some(count) = self.sources.get_mut(&source) {
-            *count -= 1;
-            if *count == 0 {
+        if let Some(of_source) = self.sources.get_mut(&source) {
+            of_source.remove(&position);
+            if of_source.is_empty() {
                 self.sources.remove(&source);
             }
         }

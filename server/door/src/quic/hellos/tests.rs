@@ -80,16 +80,23 @@ fn hello_has_a_limit_of_datagrams_and_a_deadline() {
 fn source_has_a_limit_and_the_oldest_clients_are_displaced() {
     let parts = 64;
     let (mut hellos, now) = (Hellos::new(parts), Instant::now());
-    let [first, _] = halves();
+    let [first, rest] = halves();
     let per_source = MAX_CLIENTS_OF_SOURCE / parts;
     for port in 0..2 * per_source {
         // Addresses of one /24 network.
         let host = u8::try_from(port).unwrap();
         let port = u16::try_from(port).unwrap();
         let arrival = hellos.take(client([192, 0, 2, host], port), &ID, &first, now);
-        let is_kept = matches!(arrival, Arrival::Kept { displaced: 0 });
-        assert_eq!(is_kept, usize::from(port) < per_source);
+        let expected = usize::from(usize::from(port) >= per_source);
+        assert!(matches!(arrival, Arrival::Kept { displaced } if displaced == expected));
     }
+    assert_eq!(hellos.clients.len(), per_source);
+    // The newest client of the network can complete its hello.
+    let newest = 2 * per_source - 1;
+    let address = [192, 0, 2, u8::try_from(newest).unwrap()];
+    let newest = client(address, u16::try_from(newest).unwrap());
+    let complete = hellos.take(newest, &ID, &rest, now);
+    assert!(matches!(complete, Arrival::Complete(..)));
     let mut displaced_clients = 0;
     for network in 0..2 * MAX_CLIENTS / parts {
         let [high, low] = u16::try_from(network).unwrap().to_be_bytes();
@@ -100,7 +107,7 @@ fn source_has_a_limit_and_the_oldest_clients_are_displaced() {
         displaced_clients += displaced;
     }
     assert_eq!(hellos.clients.len(), MAX_CLIENTS / parts);
-    assert_eq!(displaced_clients, MAX_CLIENTS / parts + per_source);
+    assert_eq!(displaced_clients, MAX_CLIENTS / parts + per_source - 1);
     assert!(hellos.bytes <= MAX_BYTES / parts);
     assert_eq!(hellos.expire(now + DEADLINE), MAX_CLIENTS / parts);
     assert!(is_empty(&hellos));
