@@ -311,10 +311,13 @@ impl Origin {
         self
     }
 
-    /// Returns the header with these addresses. A missing destination becomes the unspecified address.
+    /// Returns the header with these addresses. A missing destination becomes the unspecified address. The IPv4
+    /// addresses of a dual-stack listener, which are mapped to IPv6, become IPv4 addresses again.
     pub fn header(&self, version: Version) -> Vec<u8> {
         let unspecified = SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0));
-        let (mut source, mut destination) = (self.source, self.destination.unwrap_or(unspecified));
+        let ends = [self.source, self.destination.unwrap_or(unspecified)];
+        let [mut source, mut destination] =
+            ends.map(|end| SocketAddr::new(end.ip().to_canonical(), end.port()));
         if source.is_ipv4() != destination.is_ipv4() {
             (source, destination) = (mapped(source), mapped(destination));
         }

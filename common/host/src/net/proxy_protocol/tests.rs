@@ -99,6 +99,14 @@ fn other_bytes_are_refused_at_once() {
     }
 }
 
+#[test]
+fn addresses_of_a_dual_stack_listener_are_sent_as_ipv4() {
+    let mapped = origin_of("[::ffff:192.0.2.1]:40000", "[::ffff:198.51.100.2]:443");
+    assert_eq!(mapped.header(Version::V1), V4);
+    let v4 = origin_of("192.0.2.1:40000", "198.51.100.2:443");
+    assert_eq!(mapped.header(Version::V2), v4.header(Version::V2));
+}
+
 proptest! {
     #[test]
     fn header_is_the_same_after_any_transport(
