@@ -331,6 +331,34 @@ async fn incomplete_requests_of_one_address_do_not_lock_out_others() {
 }
 
 #[tokio::test]
+async fn complete_requests_need_no_slot() {
+    let endpoint = first_line().await;
+    let upstream = Upstream::new("ns/seer", endpoint).authority(AUTHORITY);
+    let door = Door::start(&[upstream]).await;
+    let mut incomplete = Vec::new();
+    // More than all slots and places.
+    for _ in 0..2400 {
+        let mut stream = connect_from(OTHER, door.tunneling).await;
+        stream.write_all(b"C").await.unwrap();
+        incomplete.push(stream);
+    }
+    eventually("requests are refused", LIMIT, async || {
+        let refused = door.refused("tunneling", "too_many_connections").await;
+        (refused > 0.0).then_some(()).ok_or(refused)
+    })
+    .await;
+    // The address is the same.
+    for _ in 0..10 {
+        let request = request() + "one line\n";
+        let answer = converse_from(OTHER, door.tunneling, request.as_bytes()).await;
+        assert!(answer.ends_with("\r\n\r\none line\n"), "{answer}");
+        let client = Http2::over(connect_from(OTHER, door.tunneling).await).await;
+        let mut tunnel = client.open(AUTHORITY, b"one line\n").await.unwrap();
+        assert_eq!(tunnel.hear(9).await, b"one line\n");
+    }
+}
+
+#[tokio::test]
 async fn incomplete_hellos_of_one_client_do_not_lock_out_others_behind_a_balancer() {
     const BALANCER: [u8; 4] = [127, 0, 0, 9];
     let endpoint = TlsEndpoint::start(NAME).await;

@@ -10,6 +10,7 @@
 
 mod http2;
 
+use std::future::pending;
 use std::io;
 use std::pin::pin;
 use std::sync::Arc;
@@ -30,6 +31,7 @@ use culvert_stream::connection::run_connection;
 use culvert_stream::io::{ReadSource, WriteSink, linger_close};
 use culvert_stream::{CloseReason, HALF_OPEN_IDLE, Sink, Source, log_closed};
 use http::StatusCode;
+use rustix::net::{RecvFlags, recv};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout};
@@ -52,6 +54,12 @@ const PRIOR_KNOWLEDGE: &[u8] = b"PRI ";
 
 /// Bytes that show the protocol of a client: at most the signature of a PROXY protocol header.
 const MAX_PEEK_BYTES: usize = 12;
+
+/// Length of the whole preface of HTTP/2.
+const PREFACE_BYTES: usize = 24;
+
+/// Largest HTTP/1 head of a client that needs no slot, in bytes. Heads of CONNECT requests have a few hundred bytes.
+const WHOLE_HEAD_BYTES: usize = 4096;
 
 /// First byte of a TLS handshake.
 const TLS_HANDSHAKE: u8 = 22;
@@ -128,13 +136,24 @@ impl ConnectListener {
         disable_bbr_on_loopback(&stream);
         let socket = Arc::new(stream);
         let stream = Socket::new(socket.clone(), is_framed);
-        let entered = self.requests.enter(peer.ip(), since).await;
-        let candidate = match entered {
-            Ok(candidate) => candidate,
-            Err(why) => return self.unadmitted(why, peer),
+        let candidate = if !is_tls && has_request(&socket) {
+            None
+        } else {
+            match self.requests.enter(peer.ip(), since).await {
+                Ok(candidate) => Some(candidate),
+                Err(why) => return self.unadmitted(why, peer),
+            }
         };
-        candidate.has_sent();
+        if let Some(candidate) = &candidate {
+            candidate.has_sent();
+        }
         let waiting = candidate.clone();
+        let refused = async {
+            match waiting {
+                Some(waiting) => waiting.refused().await,
+                None => pending().await,
+            }
+        };
         let served = async {
             match &self.tls {
                 Some(tls) if is_tls => {
@@ -161,7 +180,7 @@ impl ConnectListener {
         };
         tokio::select! {
             () = served => {}
-            why = waiting.refused() => self.unadmitted(why, peer),
+            why = refused => self.unadmitted(why, peer),
         }
     }
 
@@ -174,13 +193,13 @@ impl ConnectListener {
     }
 
     /// Detects the HTTP version and serves the connection. `candidate` is admitted once the first request of an
-    /// HTTP/1.1 client, or the settings of an HTTP/2 client are complete.
+    /// HTTP/1.1 client, or the preface of an HTTP/2 client is complete; `None` for a client that needs no slot.
     async fn serve_http<S>(
         self: Arc<Self>,
         mut stream: S,
         socket: &TcpStream,
         peer: Origin,
-        candidate: Arc<Candidate>,
+        candidate: Option<Arc<Candidate>>,
     ) where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
@@ -212,7 +231,7 @@ impl ConnectListener {
         socket: &TcpStream,
         mut received: BytesMut,
         peer: Origin,
-        candidate: Arc<Candidate>,
+        candidate: Option<Arc<Candidate>>,
     ) where
         S: AsyncRead + AsyncWrite + Unpin + Send,
     {
@@ -220,8 +239,7 @@ impl ConnectListener {
         let (mut read, mut write) = tokio::io::split(stream);
         let head = connect::read_request(&mut read, &mut received, MAX_HEAD_BYTES);
         let head = head.await;
-        candidate.admit();
-        drop(candidate);
+        admit(candidate);
         let target = match head {
             Ok(target) => target,
             Err(RequestError::Io(_)) => return,
@@ -360,6 +378,25 @@ impl ConnectListener {
             reset.disarm();
         }
         ended.reason
+    }
+}
+
+/// Returns true if the whole HTTP/1 head, or the whole preface of HTTP/2, has already arrived.
+fn has_request(socket: &TcpStream) -> bool {
+    let mut bytes = [0; WHOLE_HEAD_BYTES];
+    let peeked = recv(socket, &mut bytes[..], RecvFlags::PEEK).map_or(0, |(peeked, _)| peeked);
+    let received = bytes.get(..peeked).unwrap_or_default();
+    match received.starts_with(PRIOR_KNOWLEDGE) {
+        true => received.len() >= PREFACE_BYTES,
+        // The preface contains an empty line, too.
+        false => received.windows(4).any(|end| end == b"\r\n\r\n"),
+    }
+}
+
+/// Admits a client that has a slot.
+fn admit(candidate: Option<Arc<Candidate>>) {
+    if let Some(candidate) = candidate {
+        candidate.admit();
     }
 }
 

@@ -19,7 +19,7 @@ use tokio::task::coop::consume_budget;
 use tokio::time::{Instant, sleep, timeout};
 use tracing::debug;
 
-use super::{ConnectListener, TOO_MANY};
+use super::{ConnectListener, TOO_MANY, admit};
 use crate::metrics::Refusal;
 
 /// Maximum number of bytes kept for a stalled client by all CONNECT streams of an HTTP/2 connection together.
@@ -73,7 +73,7 @@ impl ConnectListener {
         self: Arc<Self>,
         stream: S,
         peer: Origin,
-        candidate: Arc<Candidate>,
+        candidate: Option<Arc<Candidate>>,
     ) where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
@@ -89,8 +89,7 @@ impl ConnectListener {
             Ok(taker) => taker,
             Err(error) => return self.refuse(Refusal::Garbage, peer, &error.to_string()),
         };
-        candidate.admit();
-        drop(candidate);
+        admit(candidate);
         let closing = self.front.closing.clone();
         // Each stream has a clone, so the reference count shows whether streams are open.
         let shared = Arc::new(Shared {
