@@ -1,6 +1,9 @@
 //! TLS connections, routed by server name.
 
 use culvert_tests::envoy::skip;
+use culvert_tests::eventually;
+use culvert_tests::hello::client_hello;
+use culvert_tests::metrics::http_get;
 use rustix::process::{Resource, getrlimit};
 use rustls::version::{TLS12, TLS13};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -150,4 +153,42 @@ async fn thousands_of_silent_connections_do_not_affect_other_clients() {
     })
     .await;
     assert_eq!(door.refused("sni", "timeout").await, count as f64);
+}
+
+#[tokio::test]
+async fn connections_to_endpoints_leave_descriptors_for_health_checks() {
+    const NAME: &str = "api.example.com";
+    let endpoint = TlsEndpoint::start(NAME).await;
+    let upstream = Upstream::new("ns/api", endpoint.address).server_name(NAME);
+    let door = Door::start_limited(&[upstream], 300).await;
+    let mut clients = Vec::new();
+    for host in 10..60 {
+        for _ in 0..4 {
+            clients.push(connect_from([127, 0, 0, host], door.sni).await);
+        }
+    }
+    let labels = [("listener", "sni")];
+    eventually("all clients are accepted", LIMIT, async || {
+        let open = door
+            .value("culvert_nodeport_proxy_connections", &labels)
+            .await;
+        (open == 200.0).then_some(()).ok_or(open)
+    })
+    .await;
+    // The connections to the endpoint come after the clients, and need more descriptors than are free.
+    let hello = client_hello(NAME);
+    for client in &mut clients {
+        client.write_all(&hello).await.unwrap();
+    }
+    eventually("connections to the endpoint fail", LIMIT, async || {
+        let refused = door.refused("sni", "upstream").await;
+        (refused > 10.0).then_some(()).ok_or(refused)
+    })
+    .await;
+    let mut idle = Vec::new();
+    for _ in 0..5 {
+        idle.push(TcpStream::connect(door.stats).await.unwrap());
+    }
+    let answer = timely("an answer", http_get(door.stats, "/healthz")).await;
+    assert!(answer.unwrap().0.is_success());
 }

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
+use culvert_host::net::listen::is_last;
 use culvert_host::net::proxy_protocol::Origin;
 use culvert_host::net::shares::{Share, Shares};
 use parking_lot::{Mutex, RwLock};
@@ -115,6 +116,8 @@ pub(crate) enum ConnectError {
     NoEndpoint,
     #[error("no endpoint accepted the connection")]
     Refused,
+    #[error("no descriptor is free for the connection; raise the limit of open files")]
+    NoDescriptor,
     #[error("the endpoint did not answer within {CONNECT_TIMEOUT:?}")]
     TimedOut,
 }
@@ -203,6 +206,9 @@ impl Upstream {
                         _open: place,
                     });
                 }
+                Ok(Err(error)) if error.raw_os_error() == Some(Errno::MFILE.raw_os_error()) => {
+                    return Err(ConnectError::NoDescriptor);
+                }
                 Ok(Err(error)) => {
                     self.stats.failed.fetch_add(1, Ordering::Relaxed);
                     failed = ConnectError::Refused;
@@ -288,6 +294,9 @@ impl Upstream {
 async fn open(endpoint: SocketAddr, first: &[u8]) -> io::Result<(TcpStream, usize)> {
     let kind = Type::STREAM.nonblocking();
     let socket = Socket::new(Domain::for_address(endpoint), kind, None)?;
+    if is_last(&socket) {
+        return Err(Errno::MFILE.into());
+    }
     socket.set_tcp_nodelay(true)?;
     if !first.is_empty() {
         // The last acknowledgement of the handshake then travels with these bytes, which saves a packet.

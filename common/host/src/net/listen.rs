@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd as _};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use rustix::process::{Resource, getrlimit};
@@ -24,6 +25,10 @@ const UNIX_BACKLOG: i32 = 4096;
 /// Part of the process's descriptors that listeners for traffic leave free, as a fraction: for the connections to
 /// endpoints, and for health checks, files and logs.
 const RESERVED_DESCRIPTORS: u64 = 8;
+
+/// Part of the process's descriptors that connections to endpoints leave free, as a fraction: for health checks, files
+/// and logs.
+const LAST_DESCRIPTORS: u64 = 16;
 
 /// Pause of the accept loop after an error such as too many open files: long enough to avoid a busy loop,
 /// short enough that clients notice only a delay.
@@ -208,11 +213,10 @@ impl Listener {
 
 impl Accepted {
     fn descriptor(&self) -> u64 {
-        let descriptor = match self {
-            Self::Tcp(stream, _) => stream.as_raw_fd(),
-            Self::Unix(stream) => stream.as_raw_fd(),
-        };
-        u64::try_from(descriptor).unwrap_or_default()
+        match self {
+            Self::Tcp(stream, _) => number_of(stream),
+            Self::Unix(stream) => number_of(stream),
+        }
     }
 
     /// Moves the connection to the caller's runtime.
@@ -230,8 +234,28 @@ impl Accepted {
 /// Returns the descriptors that connections may use: the process's limit without the reserve. The kernel assigns
 /// the lowest free descriptor, so a descriptor with a high number means that many are in use.
 pub(super) fn usable_descriptors() -> u64 {
-    let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    let limit = descriptor_limit();
     limit - limit / RESERVED_DESCRIPTORS
+}
+
+/// Returns true if a new descriptor is one of the last descriptors, which are for health checks, files and logs. A
+/// connection to an endpoint must not use such a descriptor.
+pub fn is_last(new: &impl AsFd) -> bool {
+    static FIRST: OnceLock<u64> = OnceLock::new();
+    let first = FIRST.get_or_init(|| {
+        let limit = descriptor_limit();
+        limit - limit / LAST_DESCRIPTORS
+    });
+    number_of(new) >= *first
+}
+
+fn descriptor_limit() -> u64 {
+    getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
+}
+
+fn number_of(descriptor: &impl AsFd) -> u64 {
+    let number = descriptor.as_fd().as_raw_fd();
+    u64::try_from(number).unwrap_or_default()
 }
 
 /// Moves a TCP connection to the caller's runtime.

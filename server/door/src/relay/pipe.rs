@@ -6,6 +6,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use culvert_host::net::listen::is_last;
 use rustix::pipe::{
     PipeFlags, SpliceFlags, fcntl_getpipe_size, fcntl_setpipe_size, pipe_with, splice,
 };
@@ -69,6 +70,7 @@ impl Pipe {
             return None;
         }
         let ends = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK).ok();
+        let ends = ends.filter(|(read, write)| !is_last(read) && !is_last(write));
         let pipe = ends.and_then(|(read, write)| {
             Self::of(read, write, |pipe, bytes| fcntl_setpipe_size(pipe, bytes))
         });
