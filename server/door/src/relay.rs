@@ -20,6 +20,7 @@ use culvert_host::net::silence::is_over;
 use culvert_stream::pump::idle;
 use culvert_stream::{CLOSE_STALL, CloseReason, HALF_OPEN_IDLE};
 use futures_util::FutureExt as _;
+use rustix::net::{RecvFlags, recv};
 use socket2::SockRef;
 use tokio::io::Interest;
 use tokio::net::TcpStream;
@@ -326,9 +327,24 @@ impl Direction<'_> {
             let Some(pipe) = Pipe::take() else {
                 return self.copy().await;
             };
-            let fill = || pipe.fill(self.from, self.at_a_time());
+            let fill = || {
+                let filled = pipe.fill(self.from, self.at_a_time());
+                let is_empty = match &filled {
+                    Ok(filled) => *filled == 0,
+                    Err(error) => error.kind() == io::ErrorKind::WouldBlock,
+                };
+                // `splice` stops at urgent data, and a copy continues behind it.
+                match is_empty && !self.is_tls && has_bytes(self.from) {
+                    true => Ok(None),
+                    false => filled.map(Some),
+                }
+            };
             let filled = match self.from.try_io(Interest::READABLE, fill) {
-                Ok(filled) => filled,
+                Ok(Some(filled)) => filled,
+                Ok(None) => {
+                    pipe.give_back();
+                    return self.copy().await;
+                }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     pipe.give_back();
                     continue;
@@ -358,6 +374,12 @@ impl Direction<'_> {
             return Ok(filled);
         }
     }
+}
+
+/// Returns true if a read would return bytes.
+fn has_bytes(socket: &TcpStream) -> bool {
+    let peeked = recv(socket, &mut [0; 1][..], RecvFlags::PEEK);
+    peeked.is_ok_and(|(peeked, _)| peeked > 0)
 }
 
 fn is_refused(error: &io::Error) -> bool {

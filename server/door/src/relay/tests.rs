@@ -239,6 +239,28 @@ async fn bytes_after_urgent_data_arrive_without_delay() {
 }
 
 #[tokio::test]
+async fn urgent_data_does_not_stop_bulk() {
+    let sent = pattern(8 << 20);
+    for before in [sent.len() / 2, sent.len() - 3, sent.len()] {
+        let (mut client, near) = pair().await;
+        let (far, mut endpoint) = pair().await;
+        let _relay = relay(near, far, Duration::MAX, false);
+        let (begin, rest) = sent.split_at(before);
+        let send = async {
+            client.write_all(begin).await.unwrap();
+            SockRef::from(&client).send_out_of_band(b"!").unwrap();
+            client.write_all(rest).await.unwrap();
+            client.shutdown().await.unwrap();
+        };
+        let mut received = Vec::new();
+        let read = timeout(Duration::from_secs(10), endpoint.read_to_end(&mut received));
+        let ((), read) = tokio::join!(send, read);
+        read.unwrap().unwrap();
+        assert!(received == sent, "{before}: {} bytes", received.len());
+    }
+}
+
+#[tokio::test]
 async fn relay_stops_after_many_bytes_and_another_relay_continues() {
     let (mut client, near) = pair().await;
     let (far, mut endpoint) = pair().await;
