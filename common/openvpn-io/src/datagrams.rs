@@ -116,13 +116,15 @@ impl Datagrams {
         metas.iter().map(|meta| meta.len).sum()
     }
 
-    /// Returns the next received datagram and its addresses. Empty datagrams are skipped.
+    /// Returns the next received datagram and its addresses. Empty datagrams are skipped, and datagrams without a source
+    /// port: the error of an answer to port 0 would end the segmentation offload of the socket (quinn-udp takes `EINVAL`
+    /// for missing support).
     pub fn take(&mut self) -> Option<(Path, &mut [u8])> {
         loop {
             let (buffer, offset) = self.at;
             let meta = self.metas.get(..self.filled)?.get(buffer)?;
             let length = meta.stride.min(meta.len.saturating_sub(offset));
-            if length == 0 {
+            if length == 0 || meta.addr.port() == 0 {
                 self.at = (buffer + 1, 0);
                 continue;
             }

@@ -238,3 +238,26 @@ async fn batch_is_sent_and_received_by_one_call() {
         assert!(datagram == content(1448, tag));
     }
 }
+
+#[tokio::test]
+async fn datagram_without_a_source_port_is_skipped() {
+    let raw = socket2::Socket::new(
+        socket2::Domain::IPV4,
+        socket2::Type::RAW,
+        Some(socket2::Protocol::UDP),
+    );
+    let Ok(raw) = raw else {
+        println!("skipped: a raw socket needs CAP_NET_RAW");
+        return;
+    };
+    let (mut receiver, address) = bind().await;
+    // UDP header: source port 0, destination port, length 12, no checksum.
+    let mut datagram = vec![0, 0];
+    datagram.extend_from_slice(&address.port().to_be_bytes());
+    datagram.extend_from_slice(&[0, 12, 0, 0, 1, 2, 3, 4]);
+    raw.send_to(&datagram, &address.into()).unwrap();
+    let (mut sender, own) = bind().await;
+    sender.append(address, b"next");
+    sender.flush().await;
+    assert_eq!(receiver.receive(1).await, [(own, b"next".to_vec())]);
+}
