@@ -54,7 +54,7 @@ const OWN_TARGET: &str = "culvert";
 const WATCHES_TARGET: &str = "kube_runtime";
 
 /// Log target of the Kubernetes client, which logs whole answers that cannot be decoded. The answer to a token review
-/// has the token. Our own code logs the error.
+/// contains the token. Our own code logs the error.
 const CLIENT_TARGET: &str = "kube_client::client";
 
 /// Verbosity from which other crates' lines are not limited to warnings.
