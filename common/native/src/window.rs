@@ -101,7 +101,7 @@ pub struct Inbound {
     /// True if the shortest round trip is at least [`LONG_PATH`].
     is_long: AtomicBool,
     window: AtomicU32,
-    /// True if the limit of [`ahead`](Self::ahead) applies.
+    /// True if the tuner sets the limit of [`ahead`](Self::ahead).
     is_ahead_limited: AtomicBool,
     /// Limit of the bytes that the peer has not read, see [`ahead`](Self::ahead). 0 without a limit.
     ahead: AtomicU32,
@@ -244,6 +244,7 @@ impl Inbound {
     /// Limits the bytes that the peer of a packet stream has not read: a stock server, whose window follows the rate.
     pub fn limit_ahead(&self) {
         self.is_ahead_limited.store(true, Ordering::Relaxed);
+        self.tuner.wake();
     }
 
     /// Returns the limit of the bytes that the peer has not read; `None` without a limit. The limit is
@@ -251,7 +252,7 @@ impl Inbound {
     /// messages arrive, and grows with the round trip.
     pub fn ahead(&self) -> Option<usize> {
         let bytes = self.ahead.load(Ordering::Relaxed) as usize;
-        (bytes > 0 && self.is_ahead_limited.load(Ordering::Relaxed)).then_some(bytes)
+        (bytes > 0).then_some(bytes)
     }
 
     /// Opens the window of a packet stream, once its peer is authenticated.
@@ -400,7 +401,7 @@ impl Tuner {
                 self.estimate.beside();
             }
         }
-        if self.inbound.is_of_connection() {
+        if self.inbound.is_ahead_limited.load(Ordering::Relaxed) {
             let is_beside = self.small.0.is_some_and(|at| at.elapsed() < SMALL_LINGER);
             let ahead = self.estimate.ahead(is_beside);
             self.inbound.ahead.store(ahead, Ordering::Relaxed);

@@ -391,6 +391,7 @@ async fn data_of_a_stock_server_confirms_the_round_trip_three_times() {
     assert_eq!(count, 4);
     assert_eq!(inbound.ahead(), None);
     inbound.limit_ahead();
+    sleep(Duration::from_millis(1)).await;
     assert!(inbound.ahead().is_some());
 }
 
