@@ -8,6 +8,7 @@
 //! except CONNECT, 503 if no endpoint accepts the connection, 200 once an endpoint has accepted. Bytes
 //! received before the response are kept.
 
+mod denial;
 mod http2;
 
 use std::future::pending;
@@ -30,7 +31,6 @@ use culvert_stream::allowance::Allowance;
 use culvert_stream::connection::run_connection;
 use culvert_stream::io::{ReadSource, WriteSink, linger_close};
 use culvert_stream::{CloseReason, HALF_OPEN_IDLE, Sink, Source, log_closed};
-use http::StatusCode;
 use rustix::net::{RecvFlags, recv};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -38,6 +38,7 @@ use tokio::time::{Instant, timeout};
 use tokio_rustls::TlsAcceptor;
 use tracing::debug;
 
+use self::denial::Denial;
 use super::front::{FIRST_BYTES_TIMEOUT, Front, refusal_of};
 use super::metrics::{Entrance, Refusal, Tally};
 use super::relay::write_all;
@@ -261,11 +262,11 @@ impl ConnectListener {
         }
         let connected = match self.connect(&target, peer).await {
             Ok(connected) => connected,
-            Err((StatusCode::NOT_FOUND, _)) => {
+            Err(Denial::Unknown) => {
                 return respond_and_close(read, write, NOT_FOUND).await;
             }
-            Err((status, why)) => {
-                let answer = connect::failure(status.as_u16(), why);
+            Err(denial) => {
+                let answer = connect::failure(denial.status().as_u16(), denial.body());
                 return respond_and_close(read, write, &answer).await;
             }
         };
@@ -287,12 +288,8 @@ impl ConnectListener {
         }
     }
 
-    /// Connects to an endpoint for a request. On failure, returns the status code and the body of the response.
-    async fn connect(
-        &self,
-        authority: &str,
-        peer: Origin,
-    ) -> Result<Connected, (StatusCode, &'static str)> {
+    /// Connects to an endpoint for a request.
+    async fn connect(&self, authority: &str, peer: Origin) -> Result<Connected, Denial> {
         let front = &self.front;
         front.metrics.http_requests.increment(1);
         let Some(upstream) = front.table.by_authority(authority) else {
@@ -301,21 +298,17 @@ impl ConnectListener {
                 peer,
                 &format!("{authority} is not exposed"),
             );
-            return Err((StatusCode::NOT_FOUND, ""));
+            return Err(Denial::Unknown);
         };
         if !upstream.permits(peer.ip()) {
             let why = format!("{authority} does not allow the address");
             self.refuse(Refusal::Address, peer, &why);
-            return Err((StatusCode::FORBIDDEN, FORBIDDEN));
+            return Err(Denial::Address);
         }
         let first = upstream.first_bytes(&peer, Vec::new());
         let unavailable = |error: ConnectFailure| {
             self.refuse(refusal_of(error), peer, &format!("{authority}: {error}"));
-            let why = match error {
-                ConnectFailure::Overflow | ConnectFailure::Share => TOO_MANY,
-                _ => UNAVAILABLE,
-            };
-            (StatusCode::SERVICE_UNAVAILABLE, why)
+            Denial::from(&error)
         };
         let mut connected = upstream
             .connect(peer.ip(), &first)
@@ -327,7 +320,7 @@ impl ConnectListener {
         connected.share = front.shares.take(peer.ip(), &connected.stream);
         if connected.share.is_none() {
             front.refuse_share(Entrance::Tunneling, &peer);
-            return Err((StatusCode::SERVICE_UNAVAILABLE, TOO_MANY));
+            return Err(Denial::TooMany);
         }
         Ok(connected)
     }
@@ -399,15 +392,6 @@ fn admit(candidate: Option<Arc<Candidate>>) {
         candidate.admit();
     }
 }
-
-/// Body of the response if the Service does not allow the client's address.
-const FORBIDDEN: &str = "the Service does not allow the address of the client\n";
-
-/// Body of the response beyond `--max-connections` or the share of the client's address.
-const TOO_MANY: &str = "too many connections of the client or to the Service\n";
-
-/// Body of the response if no endpoint accepts.
-const UNAVAILABLE: &str = "no endpoint of the Service accepted the connection\n";
 
 async fn respond_and_close<R, W>(read: R, mut write: W, answer: &[u8])
 where

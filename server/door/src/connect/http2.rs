@@ -19,7 +19,8 @@ use tokio::task::coop::consume_budget;
 use tokio::time::{Instant, sleep, timeout};
 use tracing::debug;
 
-use super::{ConnectListener, TOO_MANY, admit};
+use super::denial::Denial;
+use super::{ConnectListener, admit};
 use crate::metrics::Refusal;
 
 /// Maximum number of bytes kept for a stalled client by all CONNECT streams of an HTTP/2 connection together.
@@ -167,7 +168,7 @@ impl ConnectListener {
                 _ => {
                     metrics.http_requests.increment(1);
                     self.refuse(Refusal::Garbage, peer, "not a CONNECT request");
-                    Err((StatusCode::NOT_FOUND, ""))
+                    Err(Denial::Unknown)
                 }
             }
         };
@@ -184,9 +185,9 @@ impl ConnectListener {
         };
         let connected = match connected {
             Ok(connected) => connected,
-            Err((status, why)) => {
-                let mut response = answer(status);
-                if why == TOO_MANY {
+            Err(denial) => {
+                let mut response = answer(denial.status());
+                if denial == Denial::TooMany {
                     let value = HeaderValue::from_static("true");
                     response.headers_mut().insert(OVERLOADED_HEADER, value);
                 }
