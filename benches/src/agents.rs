@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 use culvert_agent::app::Bound;
 use culvert_agent::config::{Config, PROGRAM};
-use culvert_host::runtime::raise_open_file_limit;
+use culvert_host::runtime::set_open_file_limit;
 use tokio::task::LocalSet;
 use tokio_util::sync::CancellationToken;
 
@@ -19,7 +19,7 @@ const OTHER: &str = "host=other";
 /// Runs agents until the process is killed. Arguments, as for `tests/interop/agents`: number of agents, number of chosen
 /// agents, identifiers of the chosen agents, flags of all agents.
 pub(crate) fn serve() -> ExitCode {
-    raise_open_file_limit();
+    set_open_file_limit();
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build();

@@ -110,7 +110,7 @@ const SILENT: usize = 10_000;
 /// Returns [`SILENT`], or a smaller number if the limit of open files is too low. The test and the proxy both
 /// raise their limits. The margin is for other tests in this process.
 fn many() -> usize {
-    culvert_host::runtime::raise_open_file_limit();
+    culvert_host::runtime::set_open_file_limit();
     let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     let limit = usize::try_from(limit).unwrap_or(usize::MAX);
     // Five addresses get five sixths of the descriptors, apart from the reserve.

@@ -1,6 +1,7 @@
 //! The runtime of the programs: startup, tracked tasks, signals and process limits.
 
 mod essential;
+mod open_files;
 pub mod shards;
 
 use std::fmt;
@@ -13,6 +14,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
 pub use self::essential::{essential, spawn_essential};
+pub use self::open_files::set_open_file_limit;
 use crate::flags::Exit;
 use crate::telemetry::logging::{self, LogConfig};
 
@@ -90,19 +92,6 @@ fn suppress_core_dumps() {
     }
 }
 
-/// Raises the soft limit of open files to the hard limit, as the Go runtime does at startup, because every
-/// tunnelled connection needs a descriptor.
-pub fn raise_open_file_limit() {
-    use rustix::process::{Resource, getrlimit, setrlimit};
-    let mut limit = getrlimit(Resource::Nofile);
-    if limit.current != limit.maximum {
-        limit.current = limit.maximum;
-        if let Err(error) = setrlimit(Resource::Nofile, limit) {
-            warn!(%error, "cannot raise the open file limit");
-        }
-    }
-}
-
 /// Runs a program from the outcome of reading its flags to its exit code. `setup` borrows the parts of the
 /// configuration that [`run`] needs; `serve` is the program.
 pub fn run_config<C, F, E>(
@@ -143,7 +132,7 @@ where
 }
 
 /// Runs a program from parsed flags to its exit code: sets up logging, logs the options in effect and the
-/// warnings, raises the open file limit, switches core dumps off, and runs `serve` on a runtime. Exit code 1 means that the program
+/// warnings, sets the limit of open files, switches core dumps off, and runs `serve` on a runtime. Exit code 1 means that the program
 /// could not start or did not end cleanly.
 pub fn run<F, E>(program: &str, setup: &Setup<'_>, serve: F) -> ExitCode
 where
@@ -161,7 +150,7 @@ where
     for warning in setup.warnings {
         warn!("{warning}");
     }
-    raise_open_file_limit();
+    set_open_file_limit();
     suppress_core_dumps();
     let runtime = match tokio::runtime::Builder::new_current_thread()
         .enable_all()

@@ -183,7 +183,8 @@ impl Listener {
                     warn!(
                         listener = self.address(),
                         limit,
-                        "connection refused: too many open files; raise the limit (ulimit -n, LimitNOFILE)"
+                        "connection refused: too many open files; raise the limit (ulimit -n, LimitNOFILE), or the memory \
+                         limit, which allows one file for each 8 KiB"
                     );
                 }
                 Ok(accepted) => handle(accepted),
