@@ -7,13 +7,15 @@
 mod metrics;
 
 use std::fmt::Display;
+use std::panic::resume_unwind;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use time::OffsetDateTime;
 use tokio::sync::watch;
-use tokio::time::{MissedTickBehavior, interval};
+use tokio::task::{JoinError, JoinHandle, spawn_blocking};
+use tokio::time::{MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -26,6 +28,9 @@ use crate::telemetry::metrics::{LabelSet, Registry};
 /// up to two minutes to deliver a changed Secret, so a shorter interval gains nothing. A check of unchanged files
 /// costs one system call per file.
 pub const CHECK_EVERY: Duration = Duration::from_secs(1);
+
+/// Time of a check after which the operator is warned.
+const SLOW_CHECK: Duration = Duration::from_secs(30);
 
 /// Largest file, in bytes. The system's whole CA bundle is about 220 KiB long.
 pub const MAX_BYTES: u64 = 4 << 20;
@@ -171,12 +176,21 @@ impl<F: LabelSet + Send + Sync + 'static> Reloader<F> {
         Ok(Latest(receiver))
     }
 
-    /// Checks all files every [`CHECK_EVERY`] until the token fires.
+    /// Checks all files every [`CHECK_EVERY`] until the token fires. The checks run on a thread of their own: a file
+    /// system over the network or a credential plugin of a kubeconfig may take any time.
     pub async fn run(mut self, shutdown: CancellationToken) {
         let mut tick = interval(CHECK_EVERY);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
         while shutdown.run_until_cancelled(tick.tick()).await.is_some() {
-            self.check();
+            let checking = spawn_blocking(move || {
+                self.check();
+                self
+            });
+            self = match shutdown.run_until_cancelled(patiently(checking)).await {
+                Some(Ok(reloader)) => reloader,
+                Some(Err(error)) if error.is_panic() => resume_unwind(error.into_panic()),
+                _ => return,
+            };
         }
     }
 
@@ -184,6 +198,20 @@ impl<F: LabelSet + Send + Sync + 'static> Reloader<F> {
     pub fn check(&mut self) {
         for set in &mut self.sets {
             set.check(&self.metrics);
+        }
+    }
+}
+
+/// Waits for a check, and warns if it takes long.
+async fn patiently<T>(mut checking: JoinHandle<T>) -> Result<T, JoinError> {
+    match timeout(SLOW_CHECK, &mut checking).await {
+        Ok(checked) => checked,
+        Err(_) => {
+            warn!(
+                "the check of certificates, keys and kubeconfigs takes more than {SLOW_CHECK:?}: until it ends, changes of \
+                 files have no effect; check the file systems of the files, and credential plugins of kubeconfigs"
+            );
+            checking.await
         }
     }
 }

@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use rustix::fs::{CWD, Mode, OFlags, mkfifoat, open};
+
 use super::*;
 
 label_values! {
@@ -214,4 +216,42 @@ async fn running_reloader_publishes_changes_until_the_shutdown() {
     task.await.unwrap();
     assert_eq!(latest.changed().await, None);
     assert_eq!(latest.get(), 2);
+}
+
+#[tokio::test]
+async fn a_file_that_cannot_be_read_in_time_blocks_nothing() {
+    let mut lab = Lab::new();
+    let one = lab.write("one", "1");
+    let latest = lab.follow(&[&one]);
+    std::fs::remove_file(&one).unwrap();
+    // A reader of a pipe waits for the first writer.
+    mkfifoat(CWD, &one, Mode::RUSR | Mode::WUSR).unwrap();
+    let (going_on, is_going_on) = std::sync::mpsc::channel();
+    let rescued = one.clone();
+    let rescue = std::thread::spawn(move || {
+        let outcome = is_going_on.recv_timeout(Duration::from_secs(10));
+        if outcome.is_err() {
+            std::fs::write(rescued, "2").unwrap();
+        }
+        outcome
+    });
+    let stop = CancellationToken::new();
+    let task = tokio::spawn(lab.reloader.run(stop.clone()));
+    // A writer that does not wait can open the pipe only while a reader waits.
+    let flags = OFlags::WRONLY | OFlags::NONBLOCK;
+    let opened = async {
+        loop {
+            match open(&one, flags, Mode::empty()) {
+                Ok(writer) => return writer,
+                Err(_) => tokio::time::sleep(Duration::from_millis(1)).await,
+            }
+        }
+    };
+    let writer = timeout(Duration::from_secs(10), opened).await.unwrap();
+    stop.cancel();
+    task.await.unwrap();
+    going_on.send(()).unwrap();
+    rescue.join().unwrap().unwrap();
+    drop(writer);
+    assert_eq!(latest.get(), 1);
 }
