@@ -85,11 +85,13 @@ impl<F: Fn() -> Option<usize>> Pacer<F> {
     }
 
     /// Returns the limit of unread bytes. grpc-go returns read bytes once they amount to a quarter of the window, so the
-    /// limit is at least three eighths of the window. Other servers return half of the window.
+    /// limit is at least five sixteenths of the window. Up to twice the limit arrives during a round trip if our agent
+    /// answers a ping late. grpc-go enlarges the window if two thirds of the window arrive, and never reduces the window
+    /// again, so the limit must stay below a third. Other servers return half of the window.
     fn ahead(&self) -> usize {
         let is_lenient = self.stalled.is_some_and(|at| at.elapsed() < LENIENT);
-        let eighths = if is_lenient { 5 } else { 3 };
+        let sixteenths = if is_lenient { 10 } else { 5 };
         let limit = (self.limits.ahead)();
-        limit.map_or(usize::MAX, |limit| limit.max(self.whole / 8 * eighths))
+        limit.map_or(usize::MAX, |limit| limit.max(self.whole / 16 * sixteenths))
     }
 }

@@ -482,7 +482,7 @@ async fn limit_follows_a_large_window() {
     const WINDOW: usize = 4 << 20;
     let mut server = Slow::start(WINDOW as u32, 1024, ahead(1)).await;
     server.receive(PATIENCE / 2).await;
-    let limit = WINDOW / 8 * 3;
+    let limit = WINDOW / 16 * 5;
     let most = limit + 2 * Slow::PACKET;
     assert!(
         (limit..most).contains(&server.received),
