@@ -7,6 +7,7 @@ mod support;
 use std::net::SocketAddr;
 
 use culvert_native::quic::connection_id::{ConnectionId, Tag};
+use culvert_tests::envoy::skip;
 use culvert_tests::eventually;
 use culvert_tests::process::Signal;
 use futures_util::future::join_all;
@@ -211,8 +212,7 @@ async fn datagrams_that_route_nothing_are_dropped_and_counted() {
 async fn datagram_without_a_source_port_is_dropped() {
     let raw = Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::UDP));
     let Ok(raw) = raw else {
-        println!("skipped: a raw socket needs CAP_NET_RAW");
-        return;
+        return skip("a raw socket needs CAP_NET_RAW");
     };
     let (door, endpoint) = door_of_socket(&[]).await;
     let other = QuicEndpoint::start(NAME);

@@ -27,6 +27,13 @@ pub fn is_unicast(ip: IpAddr) -> bool {
     !ip.is_multicast() && ip != IpAddr::V4(Ipv4Addr::BROADCAST)
 }
 
+/// Returns true if a socket that is bound to no address may send from the address. A link-local IPv6 address needs the
+/// number of an interface, too.
+pub fn is_source(ip: IpAddr) -> bool {
+    let is_link_local = matches!(ip, IpAddr::V6(ip) if ip.is_unicast_link_local());
+    is_unicast(ip) && !is_link_local
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -46,6 +53,18 @@ mod tests {
             ("ff02::1", false),
         ] {
             assert_eq!(is_unicast(text.parse().unwrap()), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn addresses_that_need_an_interface_are_no_sources() {
+        for (text, expected) in [
+            ("fe80::1", false),
+            ("ff02::1", false),
+            ("fd00::1", true),
+            ("192.0.2.1", true),
+        ] {
+            assert_eq!(is_source(text.parse().unwrap()), expected, "{text}");
         }
     }
 }

@@ -11,6 +11,7 @@ mod tests;
 
 use std::io::{self, IoSliceMut};
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use bytes::BytesMut;
 use quinn_udp::{RecvMeta, UdpSocketState};
@@ -18,10 +19,10 @@ use rustix::net::sockopt;
 use tokio::io::Interest;
 use tokio::net::UdpSocket;
 
-use queue::Queue;
+use queue::{Queue, Sent};
 
-use crate::now;
-use culvert_host::net::{is_unicast, options};
+use crate::{Moment, now};
+use culvert_host::net::{is_source, options};
 use culvert_openvpn::hub::Path;
 
 /// Size of one receive buffer, in bytes: fits the largest datagram, or several datagrams joined by the
@@ -31,6 +32,10 @@ const BUFFER: usize = 64 << 10;
 /// Buffers filled by one system call. A page of a buffer uses memory only after its first use.
 const BUFFERS: usize = 8;
 
+/// Time from the first refused source address until the state of the socket is replaced, which costs several system
+/// calls.
+const NEW_STATE_PAUSE: Duration = Duration::from_secs(1);
+
 /// A UDP socket with batched input and output; see the module documentation.
 #[derive(Debug)]
 pub struct Datagrams {
@@ -39,6 +44,9 @@ pub struct Datagrams {
     /// True if the socket receives at several addresses of this machine. An answer comes from the address at which its
     /// datagram was received, because the peer or a NAT between may refuse another source.
     is_wildcard: bool,
+    /// Time at which the kernel refused a source address. quinn-udp takes this error for missing support, and sends
+    /// without segmentation offload until its state is replaced.
+    source_refused: Option<Moment>,
     input: Vec<u8>,
     /// Metadata of the filled buffers.
     metas: [RecvMeta; BUFFERS],
@@ -48,29 +56,35 @@ pub struct Datagrams {
     queue: Queue,
 }
 
+/// Returns quinn-udp's state of a socket. quinn-udp forbids fragments and ignores reports of a path's MTU, as QUIC
+/// requires. Here `tun-mtu` is 1500 on every path, so some datagrams must travel in fragments.
+fn state_of(socket: &UdpSocket) -> io::Result<UdpSocketState> {
+    let v4 = sockopt::ip_mtu_discover(socket);
+    let v6 = sockopt::ipv6_mtu_discover(socket);
+    let state = UdpSocketState::new(socket.into())?;
+    if let Ok(before) = v4 {
+        sockopt::set_ip_mtu_discover(socket, before)?;
+    }
+    if let Ok(before) = v6 {
+        sockopt::set_ipv6_mtu_discover(socket, before)?;
+        options::set_ipv6_dont_fragment(socket, false)?;
+    }
+    Ok(state)
+}
+
 impl Datagrams {
     /// Takes ownership of a socket.
     ///
     /// # Errors
     /// Fails if the socket's options cannot be set.
     pub fn new(socket: UdpSocket) -> io::Result<Self> {
-        // quinn-udp forbids fragments and ignores reports of a path's MTU, as QUIC requires. Here `tun-mtu`
-        // is 1500 on every path, so some datagrams must travel in fragments.
-        let v4 = sockopt::ip_mtu_discover(&socket);
-        let v6 = sockopt::ipv6_mtu_discover(&socket);
-        let state = UdpSocketState::new((&socket).into())?;
+        let state = state_of(&socket)?;
         let is_wildcard = socket.local_addr()?.ip().is_unspecified();
-        if let Ok(before) = v4 {
-            sockopt::set_ip_mtu_discover(&socket, before)?;
-        }
-        if let Ok(before) = v6 {
-            sockopt::set_ipv6_mtu_discover(&socket, before)?;
-            options::set_ipv6_dont_fragment(&socket, false)?;
-        }
         Ok(Self {
             socket,
             state,
             is_wildcard,
+            source_refused: None,
             input: vec![0; BUFFERS * BUFFER],
             metas: [RecvMeta::default(); BUFFERS],
             filled: 0,
@@ -131,7 +145,7 @@ impl Datagrams {
             self.at = (buffer, offset + length);
             let start = buffer * BUFFER + offset;
             let datagram = self.input.get_mut(start..start + length)?;
-            let local = meta.dst_ip.filter(|ip| self.is_wildcard && is_unicast(*ip));
+            let local = meta.dst_ip.filter(|ip| self.is_wildcard && is_source(*ip));
             let path = Path {
                 remote: meta.addr,
                 local,
@@ -166,9 +180,15 @@ impl Datagrams {
             socket,
             state,
             queue,
+            source_refused,
             ..
         } = self;
         let now = now();
+        if source_refused.is_some_and(|at| now.duration_since(at) >= NEW_STATE_PAUSE)
+            && let Ok(new) = state_of(socket)
+        {
+            (*state, *source_refused) = (new, None);
+        }
         while let Some((batch, transmit)) = queue.next(state.max_gso_segments(), now) {
             if ready!(socket.poll_send_ready(cx)).is_err() {
                 queue.clear();
@@ -179,7 +199,11 @@ impl Datagrams {
             });
             match sent {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                sent => queue.sent(batch, sent, now),
+                sent => {
+                    if queue.sent(batch, sent, now) == Sent::SourceRefused {
+                        source_refused.get_or_insert(now);
+                    }
+                }
             }
         }
         Poll::Ready(())

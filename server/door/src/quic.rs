@@ -26,7 +26,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use anyhow::Context as _;
-use culvert_host::net::is_unicast;
+use culvert_host::net::{is_source, is_unicast};
 use culvert_host::runtime::essential;
 use culvert_native::quic::connection_id::CONNECTION_ID_BYTES;
 use quinn_udp::RecvMeta;
@@ -227,7 +227,7 @@ impl Listener {
         }
         let path = Path {
             client: meta.addr,
-            local: meta.dst_ip,
+            local: meta.dst_ip.filter(|ip| is_source(*ip)),
         };
         let first = run.get(..meta.stride).unwrap_or(run);
         let header = Header::parse(first)

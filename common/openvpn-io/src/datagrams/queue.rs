@@ -88,13 +88,14 @@ impl Queue {
     }
 
     /// Processes the result of a system call. Must not be called for `WouldBlock`.
-    pub(super) fn sent(&mut self, batch: Batch, result: io::Result<()>, now: Moment) {
+    pub(super) fn sent(&mut self, batch: Batch, result: io::Result<()>, now: Moment) -> Sent {
         match result {
             // The machine no longer has the source address: the kernel chooses another one.
             Err(error) if is_source_missing(&error) && self.has_source() => {
                 for (path, _) in self.cuts.iter_mut().take(batch.datagrams) {
                     path.local = None;
                 }
+                return Sent::SourceRefused;
             }
             // The kernel sent nothing: the driver cannot split the batch (EIO, EINVAL), the path MTU is too
             // small, or an ICMP error for an earlier datagram was pending.
@@ -113,6 +114,7 @@ impl Queue {
                 self.singly = self.singly.saturating_sub(batch.datagrams);
             }
         }
+        Sent::Processed
     }
 }
 
@@ -123,6 +125,15 @@ fn is_source_missing(error: &io::Error) -> bool {
         error.kind(),
         AddrNotAvailable | InvalidInput | NetworkUnreachable
     )
+}
+
+/// Consequence of a system call for the socket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Sent {
+    /// The socket is unchanged.
+    Processed,
+    /// The kernel refused the source address.
+    SourceRefused,
 }
 
 /// The datagrams at the front of a queue that one system call sends.

@@ -10,6 +10,13 @@ use super::*;
 
 const PATIENCE: Duration = Duration::from_secs(10);
 
+/// Prints the reason why a test does not run; fails in CI.
+fn skip(why: &str) {
+    let ci = std::env::var("CI").is_ok_and(|ci| ci == "true");
+    assert!(!ci, "{why}, though CI=true");
+    eprintln!("skipped: {why}");
+}
+
 async fn bind() -> (Datagrams, SocketAddr) {
     let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let address = socket.local_addr().unwrap();
@@ -94,8 +101,7 @@ async fn datagrams_of_all_sizes_arrive_complete_and_in_order() {
 #[tokio::test]
 async fn dual_stack_socket_reports_mapped_ipv4_addresses() {
     let Ok(socket) = UdpSocket::bind((Ipv6Addr::UNSPECIFIED, 0)).await else {
-        eprintln!("skipped: no IPv6");
-        return;
+        return skip("no IPv6");
     };
     let port = socket.local_addr().unwrap().port();
     let mut both = Datagrams::new(socket).unwrap();
@@ -124,7 +130,7 @@ async fn answer_comes_from_the_address_that_the_peer_has_used() {
         Ipv6Addr::UNSPECIFIED.into(),
     ] {
         let Ok(socket) = UdpSocket::bind((any, 0)).await else {
-            eprintln!("skipped: no IPv6");
+            skip("no IPv6");
             continue;
         };
         let port = socket.local_addr().unwrap().port();
@@ -203,8 +209,7 @@ async fn datagrams_may_be_fragmented() {
     let after = sockopt::ip_mtu_discover(&datagrams.socket).unwrap();
     assert_eq!(after, before);
     let Ok(socket) = UdpSocket::bind((Ipv6Addr::LOCALHOST, 0)).await else {
-        eprintln!("skipped: no IPv6");
-        return;
+        return skip("no IPv6");
     };
     let before = sockopt::ipv6_mtu_discover(&socket).unwrap();
     let own = socket.local_addr().unwrap();
@@ -223,8 +228,7 @@ async fn batch_is_sent_and_received_by_one_call() {
     let (mut sender, _) = bind().await;
     let (mut receiver, address) = bind().await;
     if sender.state.max_gso_segments() == 1 || receiver.state.gro_segments() == 1 {
-        eprintln!("skipped: this kernel neither splits nor joins datagrams");
-        return;
+        return skip("this kernel neither splits nor joins datagrams");
     }
     for tag in 0..40 {
         sender.append(address, &content(1448, tag));
@@ -247,8 +251,7 @@ async fn datagram_without_a_source_port_is_skipped() {
         Some(socket2::Protocol::UDP),
     );
     let Ok(raw) = raw else {
-        println!("skipped: a raw socket needs CAP_NET_RAW");
-        return;
+        return skip("a raw socket needs CAP_NET_RAW");
     };
     let (mut receiver, address) = bind().await;
     // UDP header: source port 0, destination port, length 12, no checksum.
@@ -260,4 +263,36 @@ async fn datagram_without_a_source_port_is_skipped() {
     sender.append(address, b"next");
     sender.flush().await;
     assert_eq!(receiver.receive(1).await, [(own, b"next".to_vec())]);
+}
+
+#[tokio::test]
+async fn refused_source_address_ends_the_offload_only_for_a_moment() {
+    let Ok(socket) = UdpSocket::bind((Ipv6Addr::UNSPECIFIED, 0)).await else {
+        return skip("no IPv6");
+    };
+    let mut server = Datagrams::new(socket).unwrap();
+    let offload = server.state.max_gso_segments();
+    let Ok(peer) = UdpSocket::bind((Ipv6Addr::LOCALHOST, 0)).await else {
+        return skip("no IPv6 loopback");
+    };
+    let remote = peer.local_addr().unwrap();
+    let answer = |server: &mut Datagrams, local: Option<&str>| {
+        let start = server.len();
+        server.out().extend_from_slice(b"answer");
+        let local = local.map(|ip| ip.parse().unwrap());
+        server.cut(Path { remote, local }, start);
+    };
+    // An address that this machine does not have (RFC 3849).
+    answer(&mut server, Some("2001:db8::1"));
+    server.flush().await;
+    let mut buffer = [0; 16];
+    let received = timeout(PATIENCE, peer.recv_from(&mut buffer)).await;
+    assert_eq!(received.unwrap().unwrap().0, 6);
+    assert!(server.source_refused.is_some());
+    tokio::time::pause();
+    tokio::time::advance(NEW_STATE_PAUSE).await;
+    answer(&mut server, None);
+    server.flush().await;
+    assert_eq!(server.state.max_gso_segments(), offload);
+    assert!(server.source_refused.is_none());
 }
