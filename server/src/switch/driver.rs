@@ -401,7 +401,8 @@ impl Driver {
         }
         (self.saved, self.unsaved) = match problem {
             None => (Some(now), None),
-            Some(_) => (self.saved, Some((now, Instant::now()))),
+            // A failed save may have changed the file.
+            Some(_) => (None, Some((now, Instant::now()))),
         };
         shown.state_problem = problem;
     }

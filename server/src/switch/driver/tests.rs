@@ -421,6 +421,18 @@ async fn state_that_cannot_be_saved_is_reported_and_blocks_nothing() {
     assert_eq!(running.switcher.status().problems, [""; 0]);
     shows(0);
     assert!(state.exists());
+
+    // A switch back leads to the saved state, which the failed saves may have changed.
+    let away = folder.path().join("away");
+    std::fs::rename(state.parent().unwrap(), &away).unwrap();
+    running.switch(Mode::Konnectivity, None).await;
+    running.settled().await;
+    shows(1);
+    running.switch(Mode::Openvpn, None).await;
+    running.settled().await;
+    std::fs::rename(&away, state.parent().unwrap()).unwrap();
+    sleep(SAVE_PAUSE + TICK).await;
+    shows(0);
     running.end().await;
 }
 
