@@ -11,8 +11,9 @@ use std::time::Duration;
 use anyhow::Context as _;
 use culvert_host::net::congestion::{ChosenCongestion, congestion};
 use culvert_host::net::listen::tune;
+use culvert_host::net::proxy::{self, ProxyScheme};
 use culvert_host::net::readahead::ReadAhead;
-use culvert_host::net::{dial, long_path, proxy};
+use culvert_host::net::{dial, long_path};
 use culvert_host::tls;
 use culvert_host::tls::reload::{ClientFiles, ClientTls};
 use culvert_konnectivity::grpc::{self, CallError, Piece, Reader, SendLimits};
@@ -331,8 +332,8 @@ impl Connector {
     ) -> Result<(TcpStream, Option<Via>), ConnectError> {
         let host = self.config.server_host.trim_matches(['[', ']']);
         let port = self.config.server_port;
-        let through =
-            proxy::from_env(host, port).map_err(|error| ConnectError::Proxy(error.to_string()))?;
+        let through = proxy::from_env(host, port, ProxyScheme::Ignored)
+            .map_err(|error| ConnectError::Proxy(error.to_string()))?;
         if let Some(target) = through {
             let stream = proxy::connect(&target, host, port, deadline).await;
             let stream = stream.map_err(|error| ConnectError::Proxy(error.to_string()))?;

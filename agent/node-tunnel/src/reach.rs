@@ -3,8 +3,9 @@
 use culvert_host::flags::HostPort;
 use culvert_host::net::congestion::{ChosenCongestion, disable_bbr_on_loopback};
 use culvert_host::net::dial::dial;
+use culvert_host::net::long_path;
+use culvert_host::net::proxy::{self, ProxyScheme};
 use culvert_host::net::readahead::ReadAhead;
-use culvert_host::net::{long_path, proxy};
 use culvert_host::tls::reload::{ClientFiles, ClientTls};
 use culvert_host::tls::{self, TlsError, TlsOptions};
 use rustls_pki_types::ServerName;
@@ -58,7 +59,9 @@ impl SeedProxy {
     async fn tcp(&self) -> Result<TcpStream, String> {
         let HostPort { host, port } = &self.address;
         let deadline = Instant::now() + CONNECT_TIMEOUT;
-        let stream = match proxy::from_env(host, *port).map_err(|error| error.to_string())? {
+        let stream = match proxy::from_env(host, *port, ProxyScheme::Counts)
+            .map_err(|error| error.to_string())?
+        {
             None => {
                 let dialed = dial("tcp", &self.address.to_string(), CONNECT_TIMEOUT).await;
                 dialed.map_err(|error| error.text)?

@@ -52,8 +52,7 @@ where
     F: LabelSet + Send + Sync + 'static,
 {
     let Some(path) = kubeconfig else {
-        let config = kube::Config::infer()
-            .await
+        let config = kube::Config::incluster()
             .context("no Kubernetes account: run in a pod, or give --kubeconfig")?;
         return Ok(paced(connect(config, None)?));
     };

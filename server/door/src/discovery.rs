@@ -4,6 +4,7 @@
 //! Only exposed Services are stored, but all EndpointSlices are: if a Service is annotated later, the watch
 //! does not report its slices again.
 
+use std::path::PathBuf;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -60,8 +61,14 @@ impl Discovery {
         metrics: Arc<ProxyMetrics>,
         reloader: &mut Reloader,
     ) -> anyhow::Result<Self> {
-        let kubeconfig = cluster.kubeconfig.as_deref();
-        let client = client(kubeconfig, reloader, Files::Kubeconfig).await?;
+        // The variable may list several files, which client-go merges.
+        let from_env = || {
+            let files = std::env::var_os("KUBECONFIG")?;
+            let first = std::env::split_paths(&files).next();
+            first.filter(|path| !path.as_os_str().is_empty())
+        };
+        let kubeconfig: Option<PathBuf> = cluster.kubeconfig.clone().or_else(from_env);
+        let client = client(kubeconfig.as_deref(), reloader, Files::Kubeconfig).await?;
         Ok(Self {
             client,
             cluster,

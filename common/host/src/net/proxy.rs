@@ -26,8 +26,15 @@ const MAX_HEAD_BYTES: usize = 8 << 10;
 /// Maximum number of header fields in a proxy's response head.
 const MAX_HEADERS: usize = 64;
 
-/// Port of a proxy whose URL has no port (the default port of the scheme `http`).
-const DEFAULT_PROXY_PORT: u16 = 80;
+/// Meaning of the scheme of a proxy's URL.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ProxyScheme {
+    /// As in Go's net/http, but only `http` is supported. The default port is 80.
+    Counts,
+    /// As in grpc-go (`internal/resolver/delegatingresolver`), which sends a plain CONNECT request whatever the scheme. The
+    /// default port is 443.
+    Ignored,
+}
 
 /// Variables for the proxy of TLS targets. The first non-empty variable is used.
 const PROXY_VARIABLES: [&str; 2] = ["HTTPS_PROXY", "https_proxy"];
@@ -63,8 +70,12 @@ pub enum ProxyError {
 /// # Errors
 ///
 /// Fails if the environment sets a proxy for this target but the proxy cannot be used.
-pub fn from_env(host: &str, port: u16) -> Result<Option<ProxyTarget>, ProxyError> {
-    from_variables(host, port, |name| std::env::var(name).ok())
+pub fn from_env(
+    host: &str,
+    port: u16,
+    scheme: ProxyScheme,
+) -> Result<Option<ProxyTarget>, ProxyError> {
+    from_variables(host, port, scheme, |name| std::env::var(name).ok())
 }
 
 /// Returns the proxy as [`from_env`] does; `get` looks up a variable.
@@ -75,6 +86,7 @@ pub fn from_env(host: &str, port: u16) -> Result<Option<ProxyTarget>, ProxyError
 pub fn from_variables(
     host: &str,
     port: u16,
+    scheme: ProxyScheme,
     get: impl Fn(&str) -> Option<String>,
 ) -> Result<Option<ProxyTarget>, ProxyError> {
     let first = |names: [&str; 2]| {
@@ -88,7 +100,7 @@ pub fn from_variables(
     if is_exempt(host, port, &exceptions) {
         return Ok(None);
     }
-    ProxyTarget::parse(&url).map(Some)
+    ProxyTarget::parse(&url, scheme).map(Some)
 }
 
 /// Connects to `host:port` through `proxy`. The returned stream starts directly after the proxy's response;
@@ -132,16 +144,18 @@ impl ProxyTarget {
     /// # Errors
     ///
     /// Fails if the text is not the URL of a supported proxy. The error names `HTTPS_PROXY`.
-    pub fn parse(url: &str) -> Result<Self, ProxyError> {
-        // Check the scheme first, because hyper-util ignores unknown schemes.
-        match url.split_once("://") {
-            Some((scheme, _)) if !scheme.eq_ignore_ascii_case("http") => {
-                return Err(ProxyError::Scheme);
-            }
-            _ => {}
+    pub fn parse(url: &str, scheme: ProxyScheme) -> Result<Self, ProxyError> {
+        let (name, rest) = url.split_once("://").unwrap_or(("http", url));
+        // hyper-util ignores unknown schemes.
+        if scheme == ProxyScheme::Counts && !name.eq_ignore_ascii_case("http") {
+            return Err(ProxyError::Scheme);
         }
+        let default_port = match scheme {
+            ProxyScheme::Counts => 80,
+            ProxyScheme::Ignored => 443,
+        };
         let proxy = Matcher::builder()
-            .https(url)
+            .https(format!("http://{rest}"))
             .build()
             .intercept(&http::Uri::from_static("https://target.invalid/"))
             .ok_or(ProxyError::Invalid)?;
@@ -149,7 +163,7 @@ impl ProxyTarget {
         let host = host.ok_or(ProxyError::Invalid)?;
         Ok(Self {
             host: host.trim_matches(['[', ']']).to_owned(),
-            port: proxy.uri().port_u16().unwrap_or(DEFAULT_PROXY_PORT),
+            port: proxy.uri().port_u16().unwrap_or(default_port),
             authorization: proxy.basic_auth().cloned(),
         })
     }

@@ -9,7 +9,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use anyhow::Context as _;
-use culvert_host::net::proxy::{self, ProxyTarget};
+use culvert_host::net::proxy::{self, ProxyScheme, ProxyTarget};
 use futures_util::future::BoxFuture;
 use http::Uri;
 use http::uri::Scheme;
@@ -41,7 +41,7 @@ pub(super) fn of(
 ) -> anyhow::Result<Option<ProxyTarget>> {
     let url = cluster.and_then(|cluster| cluster.proxy_url.as_deref());
     if let Some(url) = url.filter(|url| !url.is_empty()) {
-        let proxy = ProxyTarget::parse(url).ok().context(
+        let proxy = ProxyTarget::parse(url, ProxyScheme::Counts).ok().context(
             "proxy-url must be http://[user:password@]host:port; https and socks proxies are not supported",
         )?;
         return Ok(Some(proxy));
@@ -50,7 +50,7 @@ pub(super) fn of(
         return Ok(None);
     }
     let (host, port) = target(&config.cluster_url);
-    Ok(proxy::from_env(host, port)?)
+    Ok(proxy::from_env(host, port, ProxyScheme::Counts)?)
 }
 
 /// Creates a client like `kube`'s own client, but through `proxy`.

@@ -12,7 +12,7 @@ fn by(
     host: &str,
     port: u16,
 ) -> Result<Option<ProxyTarget>, ProxyError> {
-    from_variables(host, port, |name| {
+    from_variables(host, port, ProxyScheme::Counts, |name| {
         let found = variables.iter().find(|(variable, _)| *variable == name);
         found.map(|(_, value)| (*value).to_owned())
     })
@@ -48,6 +48,23 @@ fn proxy_variables_are_read_in_either_case() {
             expected,
             "{variables:?}"
         );
+    }
+}
+
+#[test]
+fn the_scheme_may_be_ignored_as_in_grpc_go() {
+    for (url, expected) in [
+        ("https://p:3128", "p:3128"),
+        ("socks5://user:secret@p:1080", "p:1080"),
+        ("http://p", "p:443"),
+        ("p", "p:443"),
+    ] {
+        let proxy = ProxyTarget::parse(url, ProxyScheme::Ignored).unwrap();
+        assert_eq!(proxy.to_string(), expected, "{url}");
+    }
+    for url in ["https://", "http://user:secret@"] {
+        let error = ProxyTarget::parse(url, ProxyScheme::Ignored).unwrap_err();
+        assert_eq!(error, ProxyError::Invalid, "{url}");
     }
 }
 
@@ -147,7 +164,7 @@ async fn proxy_that_answers(
         stream.write_all(answer).await.unwrap();
         String::from_utf8(request.to_vec()).unwrap()
     });
-    (ProxyTarget::parse(&url).unwrap(), task)
+    (ProxyTarget::parse(&url, ProxyScheme::Counts).unwrap(), task)
 }
 
 #[tokio::test]
@@ -200,7 +217,7 @@ async fn refusals_and_invalid_responses_are_reported() {
 async fn silent_proxy_times_out_at_the_deadline() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
-    let proxy = ProxyTarget::parse(&url).unwrap();
+    let proxy = ProxyTarget::parse(&url, ProxyScheme::Counts).unwrap();
     let deadline = Instant::now() + Duration::from_millis(100);
     let error = connect(&proxy, "h", 1, deadline).await.unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::TimedOut);
@@ -212,7 +229,7 @@ async fn unreachable_proxy_and_invalid_host_are_reported() {
     let socket = TcpSocket::new_v4().unwrap();
     socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let address = socket.local_addr().unwrap();
-    let proxy = ProxyTarget::parse(&format!("http://{address}")).unwrap();
+    let proxy = ProxyTarget::parse(&format!("http://{address}"), ProxyScheme::Counts).unwrap();
     let error = connect(&proxy, "h", 1, soon())
         .await
         .unwrap_err()
