@@ -18,7 +18,7 @@ use crate::frames::{
     self, CONTINUATION, DATA, END_HEADERS, Frames, GOAWAY, HEADERS, INITIAL_WINDOW_SIZE, PING,
     RST_STREAM, SETTINGS, Settings, WINDOW_UPDATE, connect_fields, field, frame,
 };
-use crate::support::{Door, Http2, LIMIT, Tunnel, Upstream, timely};
+use crate::support::{Door, Http2, LIMIT, Tunnel, Upstream, stands_still, timely};
 
 const RAW: &str = "raw.demo.svc.cluster.local:443";
 const SILENT: &str = "silent.demo.svc.cluster.local:443";
@@ -340,21 +340,6 @@ async fn a_thousand(at: SocketAddr, settings: Settings<'_>) -> (Frames, OwnedWri
     (frames, write)
 }
 
-/// Waits until the endpoints stop sending.
-async fn stands_still(door: &Door) {
-    let labels = [("envoy_cluster_name", "demo/raw")];
-    let mut before = -1.0;
-    eventually("the endpoints stop sending", SILENCE, async || {
-        tokio::time::sleep(Duration::from_millis(500)).await;
-        let sent = door
-            .value("envoy_cluster_upstream_cx_rx_bytes_total", &labels)
-            .await;
-        let last = std::mem::replace(&mut before, sent);
-        (last == sent).then_some(()).ok_or(sent)
-    })
-    .await;
-}
-
 #[tokio::test]
 async fn a_thousand_unread_tunnels_stay_within_the_memory_limit() {
     // With the large window, the client reads nothing. With the small window, the client reads all of the
@@ -370,7 +355,7 @@ async fn a_thousand_unread_tunnels_stay_within_the_memory_limit() {
             let data = frames.next_of(DATA).await.expect("an open connection");
             left -= data.payload.len();
         }
-        stands_still(&stage.door).await;
+        stands_still(&stage.door, SILENCE).await;
         stage.is_well(UNREAD_BYTES).await;
         // Every tunnel continues after a WINDOW_UPDATE.
         let mut windows = Vec::new();

@@ -205,9 +205,10 @@ async fn open_connections_are_cut_after_the_drain_timeout_or_a_second_signal() {
         let mut door = Door::start_with(&upstreams, &[flag]).await;
         let client = Http2::connect(door.tunneling).await;
         let mut tunnel = client.open(RAW, b"echo\n").await.unwrap();
-        for _ in 0..signals {
+        door.program.signal(Signal::TERM);
+        door.program.wait_for_log("a second signal", LIMIT).await;
+        if signals == 2 {
             door.program.signal(Signal::TERM);
-            tokio::time::sleep(Duration::from_millis(200)).await;
         }
         let status = door.program.wait_exit(LIMIT).await;
         assert_eq!(status.code(), Some(code), "{flag}");

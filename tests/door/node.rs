@@ -1,7 +1,6 @@
 //! The node tunnel, with our front door and with Envoy at the seed.
 
 use std::net::SocketAddr;
-use std::time::Duration;
 
 use culvert_kit::check;
 use culvert_kit::pki::Pki;
@@ -18,7 +17,7 @@ use tokio::io::{AsyncBufReadExt as _, AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
-use crate::support::{Door, LIMIT, Upstream, timely};
+use crate::support::{Door, LIMIT, Upstream, stands_still, timely};
 
 const RAW: &str = "raw.demo.svc.cluster.local:443";
 const HALF: &str = "half.demo.svc.cluster.local:443";
@@ -395,7 +394,7 @@ async fn a_client_that_reads_nothing_stalls_only_itself() {
         stream.write_all(b"download 1000000000\n").await.unwrap();
         stalled.push(stream);
     }
-    tokio::time::sleep(Duration::from_millis(500)).await;
+    stands_still(&door, LIMIT).await;
     check::download(node.connect(0).await, 5_000_000)
         .await
         .unwrap();

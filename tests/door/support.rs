@@ -33,6 +33,21 @@ pub(crate) async fn timely<T>(what: &str, work: impl Future<Output = T>) -> T {
     done.unwrap_or_else(|_| panic!("{what}: not within {LIMIT:?}"))
 }
 
+/// Waits until the endpoints of `demo/raw` have sent something and stop sending.
+pub(crate) async fn stands_still(door: &Door, limit: Duration) {
+    let labels = [("envoy_cluster_name", "demo/raw")];
+    let mut before = 0.0;
+    eventually("the endpoints stop sending", limit, async || {
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        let sent = door
+            .value("envoy_cluster_upstream_cx_rx_bytes_total", &labels)
+            .await;
+        let last = std::mem::replace(&mut before, sent);
+        (last == sent && sent > 0.0).then_some(()).ok_or(sent)
+    })
+    .await;
+}
+
 /// One upstream in the file of routes.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Upstream {

@@ -14,7 +14,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::TlsConnector;
 
-use crate::support::{Door, Http2, Upstream, converse, timely};
+use crate::support::{Door, Http2, LIMIT, Upstream, converse, stands_still, timely};
 
 const RAW: &str = "raw.demo.svc.cluster.local:443";
 const HALF: &str = "half.demo.svc.cluster.local:443";
@@ -237,7 +237,7 @@ async fn an_unread_tunnel_stalls_only_itself() {
         }
         stalled.push(tunnel);
     }
-    tokio::time::sleep(Duration::from_millis(300)).await;
+    stands_still(&door, LIMIT).await;
     let mut tunnel = client.open(RAW, b"download 5000000\n").await.unwrap();
     assert_eq!(tunnel.hear(6_000_000).await.len(), 5_000_000);
 }

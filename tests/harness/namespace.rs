@@ -60,7 +60,9 @@ impl Drop for Place {
 pub fn alone<F: AsyncFnOnce()>(body: F) {
     if is_inside() {
         ip("link set lo up").expect("a loopback interface");
-        let runtime = tokio::runtime::Builder::new_current_thread()
+        // Spawned tasks have a thread of their own, because bodies start programs and set up networks synchronously.
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
             .enable_all()
             .build()
             .expect("a runtime");

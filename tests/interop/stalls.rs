@@ -157,6 +157,9 @@ async fn stalled_beside_one(ours: Ours, deaf: Deaf, mode: Mode) {
         // dead stream, although the agent has opened a new stream. Only the client can end this wait.
         clients.clear();
     }
+    while let Some(ended) = sending.try_join_next() {
+        ended.expect("the endpoint read nothing");
+    }
     eventually("new connections carry bytes again", STOPPED, async || {
         let carried = timeout(LIMIT, async {
             let fresh = topology.connect(&raw).await.map_err(|e| e.to_string())?;
