@@ -24,6 +24,8 @@ pub(crate) struct Agent {
     pub metrics: Arc<AgentMetrics>,
     /// Tracks the tasks of streams and connections.
     pub tasks: TaskTracker,
+    /// Tracks ended connections whose last bytes are still on their way to a server.
+    pub leaving: TaskTracker,
     /// Ends all streams and connections at once.
     pub shutdown: CancellationToken,
     /// Bounds on the bytes that wait for endpoints.
@@ -57,6 +59,7 @@ impl Agent {
         Arc::new(Self {
             metrics,
             tasks: TaskTracker::new(),
+            leaving: TaskTracker::new(),
             shutdown,
             limits,
             destinations,

@@ -16,8 +16,9 @@ use culvert_native::window::{PACKETS_LONG_PATH_BYTES, TAKER_HELD_BYTES};
 use metrics::Gauge;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 use tracing::{info, warn};
 
 use crate::agent::{Agent, Limits};
@@ -31,6 +32,9 @@ use crate::openvpn::tunnel::Tunnel;
 use crate::packet::OUTGOING_BYTES;
 use crate::server_count::ServerCount;
 use crate::servers::{Servers, Sync};
+
+/// Interval between two looks at the connections whose last bytes are still on their way.
+const LEAVING_CHECK: Duration = Duration::from_millis(100);
 
 /// Listen addresses of a bound agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -167,7 +171,7 @@ impl Bound {
                 search.cancel();
                 self.servers.drain();
                 tokio::select! {
-                    () = idle(self.agent.active(), drain_linger) => info!("drained"),
+                    () = idle(self.agent.active(), &self.agent.leaving, drain_linger) => info!("drained"),
                     () = tokio::time::sleep(drain_timeout) => {
                                                 warn!("the drain timeout passed: closing the connections that are still open");
                     }
@@ -225,17 +229,23 @@ fn checks(servers: Option<Arc<Servers>>, tunnel: Option<Arc<Tunnel>>) -> Vec<Che
     checks
 }
 
-/// Resolves once no connection has been open for the whole linger time. Servers without another agent keep
-/// sending dials to a draining agent.
-async fn idle(mut active: watch::Receiver<usize>, linger: Duration) {
+/// Resolves once no connection has been open for the whole linger time, and the tasks of `leaving` have ended. Servers
+/// without another agent keep sending dials to a draining agent.
+async fn idle(mut active: watch::Receiver<usize>, leaving: &TaskTracker, linger: Duration) {
     loop {
         if active.wait_for(|count| *count == 0).await.is_err() {
             return;
         }
         if timeout(linger, active.wait_for(|count| *count > 0))
             .await
-            .is_err()
+            .is_ok()
         {
+            continue;
+        }
+        while !leaving.is_empty() && *active.borrow() == 0 {
+            sleep(LEAVING_CHECK).await;
+        }
+        if *active.borrow() == 0 {
             return;
         }
     }
@@ -245,13 +255,14 @@ async fn idle(mut active: watch::Receiver<usize>, linger: Duration) {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
-    use tokio::time::{Instant, sleep};
+    use tokio::time::Instant;
 
     use super::*;
 
     #[tokio::test(start_paused = true)]
     async fn late_dial_restarts_the_linger_time() {
         let (tx, rx) = watch::channel(1);
+        let leaving = TaskTracker::new();
         let linger = Duration::from_secs(5);
         let started = Instant::now();
         let traffic = async {
@@ -264,9 +275,22 @@ mod tests {
             sleep(Duration::from_secs(10)).await;
         };
         tokio::select! {
-            () = idle(rx, linger) => {}
+            () = idle(rx, &leaving, linger) => {}
             () = traffic => unreachable!("the agent must be idle before the traffic ends"),
         }
         assert_eq!(started.elapsed(), Duration::from_secs(11));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn last_bytes_on_their_way_are_waited_for() {
+        let (_tx, rx) = watch::channel(0);
+        let linger = Duration::from_secs(5);
+        let started = Instant::now();
+        let leaving = TaskTracker::new();
+        leaving.spawn(sleep(Duration::from_secs(20)));
+        idle(rx, &leaving, linger).await;
+        let end = started.elapsed();
+        let range = Duration::from_secs(20)..Duration::from_secs(21);
+        assert!(range.contains(&end), "{end:?}");
     }
 }

@@ -190,8 +190,8 @@ impl NativeServer {
                 let inbound = self.inbound.clone();
                 let server = halves(send, receive, inbound, CloseReason::ServerLost);
                 let cut = pin!(self.agent.server_lost(&self.ended));
-                let tasks = &self.agent.tasks;
-                let end = |sink: NativeSink, reason| sink.end(reason, tasks);
+                let leaving = &self.agent.leaving;
+                let end = |sink: NativeSink, reason| sink.end(reason, leaving);
                 carry(&self.agent, socket, server, &dial, cut, end).await;
             }
             Err(error) => {

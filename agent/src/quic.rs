@@ -442,7 +442,7 @@ async fn serve(
                     () = evicted.due() => CloseReason::BufferExceeded,
                 }
             });
-            let end = |sink: QuicSink, reason| sink.end(reason, &agent.tasks);
+            let end = |sink: QuicSink, reason| sink.end(reason, &agent.leaving);
             carry(&agent, socket, (source, sink), &dial, cut, end).await;
         }
         Err(error) => {

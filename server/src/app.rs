@@ -306,15 +306,17 @@ impl Bound {
             "serving"
         );
         buffers(&config).log();
-        let frontend = accept::serve_frontend(
+        let accepting = shutdown.child_token();
+        let serve = accept::serve_frontend(
             self.frontend,
             config.mode,
             frontend_context,
-            frontend,
+            frontend.clone(),
             config.limits.frontend_connections,
             shards.clone(),
+            accepting.clone(),
         );
-        spawn_essential(&tasks, "front end", &shutdown, frontend);
+        spawn_essential(&tasks, "front end", &accepting, serve);
         let switch = self.driver.run(shutdown.clone());
         spawn_essential(&tasks, "switch", &shutdown, switch);
         if let Some(openvpn) = self.openvpn {
@@ -337,7 +339,12 @@ impl Bound {
         let page = metrics.registry().clone();
         let upkeep = page.clone().run_upkeep(shutdown.clone());
         spawn_essential(&tasks, "metrics", &shutdown, upkeep);
-        let drained = drain::drained(router.clone(), config.graceful_shutdown_timeout);
+        let drained = drain::drained(
+            frontend,
+            config.mode,
+            config.graceful_shutdown_timeout,
+            accepting,
+        );
         let draining = drain.clone();
         let needs_peer = !config.ready_without_agents;
         let not_ready = move || match (draining.is_cancelled(), router.is_ready() || !needs_peer) {

@@ -28,6 +28,10 @@ pub(crate) struct Frontend {
     pub shutdown: CancellationToken,
     /// Metrics of the server.
     pub metrics: Arc<ServerMetrics>,
+    /// Tracks the calls of gRPC clients. A client ends its call once it has read the last bytes.
+    pub calls: TaskTracker,
+    /// Tracks ended connections whose last bytes are still on their way to an agent.
+    pub leaving: TaskTracker,
     next: AtomicI64,
 }
 
@@ -46,6 +50,8 @@ impl Frontend {
             tasks,
             shutdown,
             metrics,
+            calls: TaskTracker::new(),
+            leaving: TaskTracker::new(),
             next: AtomicI64::new(1),
         })
     }
@@ -98,7 +104,7 @@ impl Frontend {
             agent_connection = sink.connection(),
             address = dial.address
         );
-        sink.end(reason, &self.tasks);
+        sink.end(reason, &self.leaving);
         reason
     }
 

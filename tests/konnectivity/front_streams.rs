@@ -1,8 +1,11 @@
 //! Packets of scripted gRPC front ends, and the server's reaction to each.
 
+use std::time::Duration;
+
 use culvert_konnectivity::message::{DialId, Message};
 use culvert_proto::{Packet, PacketType};
-use culvert_tests::{Mode, Topology, Transport};
+use culvert_tests::{Mode, Signal, Topology, Transport};
+use tokio::time::sleep;
 
 use crate::scripts::{self, Peer, close_request, close_response, data, dial, front, opened};
 use crate::support::*;
@@ -44,9 +47,14 @@ async fn data_before_a_dial_disables_dials_on_that_call() {
         close_response(5, "backend not initialized")
     );
     front.say(dial(1, TARGET)).await;
+    let Message::DialResponse { dial, error, .. } = front.hear().await else {
+        panic!("not an answer to a dial");
+    };
+    assert_eq!(dial, DialId(1));
+    assert!(error.contains("open a stream for each dial"), "{error}");
     front.say(close_request(5)).await;
     assert_eq!(front.hear().await, close_response(5, ""));
-    // The server ignored the dial on the same call: the agent's next message is the answer to the fence.
+    // The server passed no dial on: the agent's next message is the answer to the fence.
     agent.say(data(9, b"fence")).await;
     assert_eq!(agent.hear().await, scripts::close_request(9));
     drop(front);
@@ -120,7 +128,7 @@ async fn unexpected_packets_do_not_disturb_the_connection() {
         panic!("not an answer to a dial");
     };
     assert_eq!((dial.0, connection.0), (78, 0));
-    assert!(error.contains("a connection already"), "{error}");
+    assert!(error.contains("no dial any more"), "{error}");
     front.say(data(id, b"goes on")).await;
     agent.hear_bytes(3, b"goes on").await;
     agent.say(data(3, b"both ways")).await;
@@ -240,4 +248,29 @@ async fn many_calls_share_one_http2_connection() {
     .await;
     drop(open);
     server_is_idle(&topology).await;
+}
+
+#[tokio::test]
+async fn a_drain_waits_for_a_client_that_still_reads() {
+    const PIECES: usize = 10;
+    const PIECE_BYTES: usize = 30_000;
+    let (mut topology, mut agent) = server_and_agent().await;
+    let mut front = front(&topology).await;
+    let id = open_call(&mut front, &mut agent, 3).await;
+    // More than the client's window, less than the server's queue.
+    for _ in 0..PIECES {
+        agent.say(data(3, &[7; PIECE_BYTES])).await;
+    }
+    agent.say(close_response(3, "")).await;
+    server_shows(&topology, "established_connections", &[], 0.0).await;
+    topology.server(0).signal(Signal::TERM);
+    topology.server(0).wait_for_log("draining", LIMIT).await;
+    // A server without connections ends after 5 s.
+    sleep(Duration::from_secs(6)).await;
+    front.hear_bytes(id, &[7; PIECES * PIECE_BYTES]).await;
+    assert_eq!(front.hear().await, close_response(id, ""));
+    drop(front);
+    let status = topology.server(0).wait_exit(LIMIT).await;
+    assert_eq!(status.code(), Some(0));
+    assert!(topology.server(0).log().contains("drained"));
 }

@@ -4,9 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
+use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use crate::router::Router;
+use crate::config::Mode;
+use crate::frontend::Frontend;
 
 /// Time without a dial after which a draining server ends. Kubernetes needs some seconds to remove a server that is
 /// not ready from its Service.
@@ -15,18 +17,35 @@ const DRAIN_LINGER: Duration = Duration::from_secs(5);
 /// Interval between two looks at the number of connections of a draining server.
 const DRAIN_CHECK: Duration = Duration::from_millis(100);
 
-/// Waits until no dial or connection has existed for [`DRAIN_LINGER`], at most for `timeout`.
-pub(super) async fn drained(router: Arc<Router>, timeout: Duration) {
-    if timeout.is_zero() {
-        return;
-    }
+/// Waits until no dial or connection has existed for [`DRAIN_LINGER`], and gRPC clients and agents have the last
+/// bytes of all connections, at most for `timeout`.
+///
+/// With a timeout of 0, behaves like the stock server: in `mode` gRPC, cancels `accepting` and waits for the end of the
+/// connections without a limit (`GracefulStop` of grpc-go); with CONNECT, waits for nothing (`Shutdown` of Go's
+/// net/http ignores hijacked connections).
+pub(super) async fn drained(
+    frontend: Arc<Frontend>,
+    mode: Mode,
+    timeout: Duration,
+    accepting: CancellationToken,
+) {
+    let (linger, timeout) = match (timeout, mode) {
+        (Duration::ZERO, Mode::HttpConnect) => return,
+        (Duration::ZERO, Mode::Grpc) => {
+            accepting.cancel();
+            (Duration::ZERO, None)
+        }
+        (timeout, _) => (DRAIN_LINGER.min(timeout), Some(timeout)),
+    };
+    let router = &frontend.router;
+    // Each connection of a gRPC client has a call.
+    let open = || router.in_use().max(frontend.calls.len()) + frontend.leaving.len();
     router.drain();
-    info!(?timeout, connections = router.in_use(), "draining");
-    let linger = DRAIN_LINGER.min(timeout);
+    info!(?timeout, connections = open(), "draining");
     let idle = async {
         let mut busy = Instant::now();
         loop {
-            if router.in_use() > 0 {
+            if open() > 0 {
                 busy = Instant::now();
             } else if busy.elapsed() >= linger {
                 return;
@@ -34,10 +53,10 @@ pub(super) async fn drained(router: Arc<Router>, timeout: Duration) {
             sleep(DRAIN_CHECK).await;
         }
     };
-    match tokio::time::timeout(timeout, idle).await {
+    match tokio::time::timeout(timeout.unwrap_or(Duration::MAX), idle).await {
         Ok(()) => info!("drained"),
         Err(_) => warn!(
-            connections = router.in_use(),
+            connections = open(),
             "--graceful-shutdown-timeout has passed: closing the connections that are still open"
         ),
     }

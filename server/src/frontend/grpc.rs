@@ -104,11 +104,12 @@ impl Client {
         let metrics = self.metrics.clone();
         let _open = GaugeGuard::new(metrics.grpc_connections.get(ServiceMethod::Proxy));
         let shutdown = &frontend.shutdown;
+        let _call = frontend.calls.token();
         let dialed = shutdown.run_until_cancelled(self.dialed(frontend)).await;
         if let Some((dial, connection)) = dialed.flatten() {
             self.carry(frontend, &dial, connection).await;
         }
-        // The client ends the call; until then its late packets are answered.
+        // The client ends the call, after the client has read all bytes; until then its late packets are answered.
         let rest = async {
             while let Some(step) = self.step().await {
                 match step {

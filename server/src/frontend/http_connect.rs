@@ -84,7 +84,6 @@ pub(crate) async fn serve<R, W>(
     R: ClientRead,
     W: AsyncWrite + Unpin + Send,
 {
-    let _open = GaugeGuard::new(&frontend.metrics.http_connections);
     let mut buffer = BytesMut::new();
     let head = tokio::select! {
         head = timeout(HEAD_TIMEOUT, connect::read_request(&mut read, &mut buffer, MAX_HEAD_BYTES)) => head,
@@ -111,6 +110,7 @@ pub(crate) async fn serve<R, W>(
             return;
         }
     };
+    let _open = GaugeGuard::new(&frontend.metrics.http_connections);
     let dial = Dial {
         protocol: "tcp".into(),
         address,

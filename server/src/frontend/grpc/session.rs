@@ -105,12 +105,14 @@ impl Session {
                 self.state = State::Dialing(dial);
                 Step::Dial(request)
             }
-            State::Ended => Step::Ignore,
-            State::Dialing(_) | State::Open(_) => Step::Reply(Message::DialResponse {
-                dial,
-                connection: ConnectId(0),
-                error: "this stream carries a connection already: open a stream for each".into(),
-            }),
+            State::Ended | State::Dialing(_) | State::Open(_) => {
+                Step::Reply(Message::DialResponse {
+                    dial,
+                    connection: ConnectId(0),
+                    error: "this stream accepts no dial any more: open a stream for each dial"
+                        .into(),
+                })
+            }
         }
     }
 
@@ -191,7 +193,7 @@ mod tests {
         let mut session = Session::default();
         let answer = close(ID, "backend not initialized");
         assert_eq!(session.on_message(data(ID)), Step::Fail(vec![answer]));
-        assert_eq!(session.on_message(dial(1)), Step::Ignore);
+        assert!(matches!(session.on_message(dial(1)), Step::Reply(_)));
     }
 
     #[test]
