@@ -1,15 +1,15 @@
 //! The operator's tool `culvert`.
 
-/// Prints a line. Ignores a closed output: `println!` would panic.
+/// Prints a line. `println!` would panic if the output is closed or full; see [`stdout::finish`].
 macro_rules! say {
-    ($($text:tt)*) => {{
-        use std::io::Write as _;
-        let _ = writeln!(std::io::stdout(), $($text)*);
-    }};
+    ($($text:tt)*) => {
+        $crate::stdout::line(format_args!($($text)*))
+    };
 }
 
 mod admin;
 pub mod dev;
 pub mod render;
 pub mod status;
+pub mod stdout;
 pub mod switch;

@@ -1,10 +1,11 @@
 //! The program `culvert`, the operator's tool.
 
+use std::fmt;
 use std::io::Write as _;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use culvert::{dev, render, status, switch};
+use culvert::{dev, render, status, stdout, switch};
 
 /// Connects Kubernetes control planes to worker networks that they cannot route to.
 #[derive(Parser)]
@@ -29,11 +30,15 @@ enum Command {
 culvert_host::jemalloc!();
 
 fn main() -> ExitCode {
-    match Cli::parse().command {
+    let code = match Cli::parse().command {
         Command::Dev(options) => dev::run(&options),
         Command::Render(options) => render::run(&options),
         Command::Status(options) => ask(status::run(&options)),
         Command::Switch(options) => ask(switch::run(&options)),
+    };
+    match stdout::finish() {
+        Ok(()) => code,
+        Err(error) => fail(format_args!("cannot write to the standard output: {error}")),
     }
 }
 
@@ -47,9 +52,11 @@ fn ask(command: impl Future<Output = anyhow::Result<()>>) -> ExitCode {
         .and_then(|runtime| runtime.block_on(command));
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            let _ = writeln!(std::io::stderr(), "Error: {error:#}");
-            ExitCode::FAILURE
-        }
+        Err(error) => fail(format_args!("{error:#}")),
     }
+}
+
+fn fail(why: fmt::Arguments<'_>) -> ExitCode {
+    let _ = writeln!(std::io::stderr(), "Error: {why}");
+    ExitCode::FAILURE
 }
