@@ -19,6 +19,8 @@ use tokio::net::{TcpStream, UnixStream};
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 
+use crate::stdout::printable;
+
 /// Longest accepted answer, in bytes; enough for a server with 100,000 agents.
 const MAX_ANSWER_BYTES: usize = 16 << 20;
 
@@ -186,7 +188,7 @@ fn understand(code: StatusCode, expected: StatusCode, body: &[u8]) -> anyhow::Re
         StatusCode::NOT_FOUND => bail!(
             "the server has no such page: use a newer server, or check that this is the server's admin socket"
         ),
-        _ => bail!("{}", text.trim_end()),
+        _ => bail!("{}", printable(text.trim_end())),
     }
 }
 

@@ -6,6 +6,7 @@ use std::fmt::Write as _;
 use culvert_server::switch::status::{Progress, Status};
 
 use crate::admin::Admin;
+use crate::stdout::printable;
 
 /// Flags of `culvert status`.
 #[derive(clap::Args)]
@@ -52,10 +53,11 @@ pub fn render(status: &Status) -> String {
         line("last switch", format!("took {}", span(seconds)));
     }
     if let Some(congestion) = &status.link_congestion {
+        let congestion = printable(congestion);
         line("agent links", format!("congestion control {congestion}"));
     }
     for problem in &status.problems {
-        line("problem", problem.clone());
+        line("problem", printable(problem));
     }
     let _ = writeln!(
         text,
@@ -75,12 +77,12 @@ pub fn render(status: &Status) -> String {
             let _ = writeln!(
                 text,
                 "  {:<22} {:<10}{:>12}{:>8}  {}",
-                // The peer chooses its own name, so the name is escaped.
+                // The peer chooses its own name, and an OpenVPN client the name of its program.
                 peer.name.escape_default().to_string(),
                 peer.health.as_str(),
                 peer.connections,
                 "",
-                peer.kind
+                printable(&peer.kind)
             );
         }
     }
@@ -130,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn render_shows_every_field() {
+    fn every_field_is_shown_without_control_characters() {
         let tunnel = |tunnel, connections, peers| TunnelStatus {
             tunnel,
             health: Health::Healthy,
@@ -140,7 +142,7 @@ mod tests {
         };
         let peer = Peer {
             name: "agent\n1".to_owned(),
-            kind: "agent, native".to_owned(),
+            kind: "agent, \u{1b}[2Jnative".to_owned(),
             health: Health::Draining,
             connections: 11,
         };
@@ -161,7 +163,7 @@ mod tests {
                 tunnel(Kind::Openvpn, 3, vec![]),
             ],
             last_switch_seconds: Some(0.25),
-            problems: vec!["cannot save".to_owned()],
+            problems: vec!["cannot save \"a\u{9b}2J\"".to_owned()],
         };
         let expected = "\
 server      draining: it stops soon
@@ -170,11 +172,11 @@ new dials   openvpn, else konnectivity
 switch      draining konnectivity: 12 left, closed in 3m51s
 last switch took 0.2s
 agent links congestion control bbr
-problem     cannot save
+problem     cannot save \"a\\u{9b}2J\"
 
 TUNNEL, PEER             HEALTH     CONNECTIONS   DIALS  KIND
 konnectivity             healthy             11       1
-  agent\\n1               draining            11          agent, native
+  agent\\n1               draining            11          agent, \\u{1b}[2Jnative
 openvpn                  healthy              3       1
 ";
         assert_eq!(render(&status), expected);

@@ -22,6 +22,18 @@ pub fn finish() -> Result<(), &'static io::Error> {
     FAILURE.get().map_or(Ok(()), Err)
 }
 
+/// Escapes everything but printable ASCII, so that a text of a peer cannot control the terminal.
+pub(crate) fn printable(text: &str) -> String {
+    let mut safe = String::with_capacity(text.len());
+    for char in text.chars() {
+        match char {
+            ' '..='~' => safe.push(char),
+            _ => safe.extend(char.escape_default()),
+        }
+    }
+    safe
+}
+
 fn keep(outcome: io::Result<()>) {
     if let Err(error) = outcome
         && error.kind() != io::ErrorKind::BrokenPipe

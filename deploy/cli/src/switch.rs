@@ -12,6 +12,7 @@ use tokio::time::{Instant, sleep};
 
 use crate::admin::Admin;
 use crate::status::progress;
+use crate::stdout::printable;
 
 /// Pause between two status requests while waiting.
 const POLL: Duration = Duration::from_millis(250);
@@ -67,7 +68,7 @@ fn tell(status: &Status) {
         _ => say!("{}: {}", status.mode, progress(&status.switch)),
     }
     for problem in &status.problems {
-        say!("problem: {problem}");
+        say!("problem: {}", printable(problem));
     }
 }
 
