@@ -2,6 +2,7 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
@@ -16,7 +17,7 @@ use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
 use rustls_pki_types::ServerName;
 use tokio::net::{TcpStream, UnixStream};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout_at};
 use tokio_rustls::TlsConnector;
 
 use crate::stdout::printable;
@@ -25,7 +26,28 @@ use crate::stdout::printable;
 const MAX_ANSWER_BYTES: usize = 16 << 20;
 
 /// Longest duration of one request, connection included.
-const TIMEOUT: Duration = Duration::from_secs(30);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Context of an error after the server has accepted a switch.
+const ACCEPTED: &str = "the server has accepted the switch, but its answer cannot be read; `culvert status` shows the progress";
+
+/// Context of an error after a request for a switch, without a status code.
+const UNKNOWN: &str = "the server may have accepted the switch; `culvert status` shows the mode";
+
+/// A request without a complete answer.
+struct Failed {
+    reached: Reached,
+    why: anyhow::Error,
+}
+
+/// The part of a request that succeeded.
+enum Reached {
+    Nothing,
+    /// The connection; the request may have arrived.
+    Server,
+    /// The status code of the answer.
+    Answer(StatusCode),
+}
 
 /// Address and credentials of a server's admin pages.
 #[derive(clap::Args, Clone, Debug, Default)]
@@ -67,42 +89,76 @@ impl Admin {
         }
     }
 
-    /// Returns the status of the server's tunnels.
+    /// Returns the status of the server's tunnels, at most `limit` later.
     ///
     /// # Errors
     /// Fails if the server cannot be reached or the answer is not a status.
-    pub(crate) async fn status(&self) -> anyhow::Result<Status> {
-        let (code, body) = self.ask(Method::GET, STATUS_PATH, Bytes::new()).await?;
+    pub(crate) async fn status(&self, limit: Duration) -> anyhow::Result<Status> {
+        let asked = self.ask(Method::GET, STATUS_PATH, Bytes::new(), limit);
+        let (code, body) = asked.await.map_err(|failed| failed.why)?;
         understand(code, StatusCode::OK, &body)
     }
 
-    /// Requests a tunnel mode.
+    /// Requests a tunnel mode, and waits at most `limit` for the answer.
     ///
     /// # Errors
-    /// Fails if the server cannot be reached or rejects the request; the text gives the reason.
-    pub(crate) async fn switch(&self, request: &Request) -> anyhow::Result<Status> {
-        let body = serde_json::to_vec(request)?;
-        let (code, body) = self.ask(Method::POST, SWITCH_PATH, body.into()).await?;
-        understand(code, StatusCode::ACCEPTED, &body)
+    /// Fails if the server cannot be reached, rejects the request, or sends no readable answer. The text gives the reason,
+    /// and states if the server has or may have accepted the switch.
+    pub(crate) async fn switch(
+        &self,
+        request: &Request,
+        limit: Duration,
+    ) -> anyhow::Result<Status> {
+        let body = serde_json::to_vec(request)?.into();
+        let asked = self.ask(Method::POST, SWITCH_PATH, body, limit).await;
+        let (code, body) = asked.map_err(|failed| match failed.reached {
+            Reached::Nothing => failed.why,
+            Reached::Server => failed.why.context(UNKNOWN),
+            Reached::Answer(StatusCode::ACCEPTED) => failed.why.context(ACCEPTED),
+            Reached::Answer(_) => failed.why,
+        })?;
+        let status = understand(code, StatusCode::ACCEPTED, &body);
+        match code {
+            StatusCode::ACCEPTED => status.context(ACCEPTED),
+            _ => status,
+        }
     }
 
+    /// Sends a request, and returns the answer.
     async fn ask(
         &self,
         method: Method,
         path: &str,
         body: Bytes,
-    ) -> anyhow::Result<(StatusCode, Bytes)> {
-        let asked = timeout(TIMEOUT, self.converse(method, path, body)).await;
-        asked.with_context(|| format!("no answer from {} in {TIMEOUT:?}", self.name()))?
+        limit: Duration,
+    ) -> Result<(StatusCode, Bytes), Failed> {
+        let end = Instant::now() + limit;
+        let late = |_| anyhow::anyhow!("no answer from {} in {limit:?}", self.name());
+        let connected = timeout_at(end, self.connect()).await.map_err(late);
+        let stream = connected.and_then(|stream| stream).map_err(|why| Failed {
+            reached: Reached::Nothing,
+            why,
+        })?;
+        let head = OnceLock::new();
+        let answered = timeout_at(end, self.converse(stream, method, path, body, &head)).await;
+        let answer = answered.map_err(late).and_then(|answer| answer);
+        answer.map_err(|why| Failed {
+            reached: head
+                .get()
+                .map_or(Reached::Server, |code| Reached::Answer(*code)),
+            why,
+        })
     }
 
+    /// Sends a request over a connection. Stores the status code in `head` before the body arrives.
     async fn converse(
         &self,
+        stream: BoxedStream,
         method: Method,
         path: &str,
         body: Bytes,
+        head: &OnceLock<StatusCode>,
     ) -> anyhow::Result<(StatusCode, Bytes)> {
-        let stream = self.connect().await?;
         let broken = || format!("{} is not an admin listener, or stopped", self.name());
         let (mut sender, connection) = http1::handshake(TokioIo::new(stream))
             .await
@@ -114,10 +170,10 @@ impl Admin {
             .body(Full::new(body))?;
         let answered = async {
             let answer = sender.send_request(request).await?;
-            let (head, body) = answer.into_parts();
-            let body = Limited::new(body, MAX_ANSWER_BYTES).collect().await;
-            let body = body.map_err(io::Error::other)?.to_bytes();
-            anyhow::Ok((head.status, body))
+            let code = *head.get_or_init(|| answer.status());
+            let body = Limited::new(answer.into_body(), MAX_ANSWER_BYTES);
+            let body = body.collect().await.map_err(io::Error::other)?;
+            anyhow::Ok((code, body.to_bytes()))
         };
         tokio::select! {
             biased;

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 
 use culvert_server::switch::status::{Progress, Status};
 
-use crate::admin::Admin;
+use crate::admin::{Admin, TIMEOUT};
 use crate::stdout::printable;
 
 /// Flags of `culvert status`.
@@ -24,7 +24,7 @@ pub struct Options {
 /// # Errors
 /// Fails if the server does not answer the request.
 pub async fn run(options: &Options) -> anyhow::Result<()> {
-    let status = options.admin.status().await?;
+    let status = options.admin.status(TIMEOUT).await?;
     if options.json {
         say!("{}", serde_json::to_string_pretty(&status)?);
     } else {

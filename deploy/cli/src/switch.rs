@@ -8,9 +8,9 @@ use culvert_host::flags::GoDuration;
 use culvert_server::switch::SetBy;
 use culvert_server::switch::status::{Progress, Request, Status};
 use culvert_server::tunnel::Mode;
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep_until};
 
-use crate::admin::Admin;
+use crate::admin::{Admin, TIMEOUT};
 use crate::status::progress;
 use crate::stdout::printable;
 
@@ -42,7 +42,8 @@ pub struct Options {
     #[arg(long)]
     wait: bool,
 
-    /// Longest wait; the switch continues after the wait. Without the flag, the wait has no limit.
+    /// Longest time for the request and the wait; the switch continues afterwards. Without the flag, the wait has no
+    /// limit.
     #[arg(long, value_name = "DURATION", requires = "wait", value_parser = drain)]
     timeout: Option<GoDuration>,
 }
@@ -52,11 +53,14 @@ pub struct Options {
 /// # Errors
 /// Fails if the server rejects the request, or if the wait ends before the switch is complete.
 pub async fn run(options: &Options) -> anyhow::Result<()> {
+    let started = Instant::now();
     let request = Request::new(options.to, options.drain);
-    let status = options.admin.switch(&request).await?;
+    let limit = options.timeout.map(GoDuration::saturating);
+    let patience = limit.map_or(TIMEOUT, |limit| limit.min(TIMEOUT));
+    let status = options.admin.switch(&request, patience).await?;
     tell(&status);
     if options.wait {
-        wait(options, status).await
+        wait(options, status, limit.map(|limit| started + limit)).await
     } else {
         Ok(())
     }
@@ -72,20 +76,23 @@ fn tell(status: &Status) {
     }
 }
 
-async fn wait(options: &Options, mut status: Status) -> anyhow::Result<()> {
-    let started = Instant::now();
-    let limit = options.timeout.map(|limit| started + limit.saturating());
-    let (mut answered, mut told) = (started, started);
+/// Waits for the end of the switch, at most until `end`.
+async fn wait(options: &Options, mut status: Status, end: Option<Instant>) -> anyhow::Result<()> {
+    let mut answered = Instant::now();
+    let mut told = answered;
     while status.switch != Progress::Settled {
-        if limit.is_some_and(|limit| Instant::now() >= limit) {
+        let now = Instant::now();
+        if end.is_some_and(|end| now >= end) {
             bail!(
                 "the switch is not complete yet: {}",
                 progress(&status.switch)
             );
         }
-        sleep(POLL).await;
+        let poll = now + POLL;
+        sleep_until(end.map_or(poll, |end| end.min(poll))).await;
         let before = std::mem::discriminant(&status.switch);
-        match options.admin.status().await {
+        let left = end.map_or(TIMEOUT, |end| end.saturating_duration_since(Instant::now()));
+        match options.admin.status(left.min(TIMEOUT)).await {
             Ok(now) => status = now,
             Err(error) if answered.elapsed() >= RESTART => return Err(error),
             Err(_) => continue,
@@ -119,5 +126,102 @@ fn drain(text: &str) -> Result<GoDuration, String> {
     match drain.nanos() {
         ..0 => Err("must be >= 0".to_owned()),
         _ => Ok(drain),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use culvert_server::tunnel::Kind;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::net::UnixListener;
+
+    use super::*;
+
+    #[derive(clap::Parser)]
+    struct Cli {
+        #[command(flatten)]
+        options: Options,
+    }
+
+    /// Runs `culvert switch` against an admin listener that sends `answers`, one for each connection, and then stays
+    /// silent. Returns the error.
+    async fn failure(answers: Vec<String>, flags: &[&str]) -> String {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("admin.sock");
+        let listener = UnixListener::bind(&socket).unwrap();
+        let server = tokio::spawn(async move {
+            let mut answers = answers.into_iter();
+            let mut open = Vec::new();
+            while let Ok((mut stream, _)) = listener.accept().await {
+                let _ = stream.read(&mut [0; 4096]).await;
+                let answer = answers.next().unwrap_or_default();
+                stream.write_all(answer.as_bytes()).await.unwrap();
+                open.push(stream);
+            }
+        });
+        let socket = format!("--admin-uds={}", socket.display());
+        let words = ["culvert", &socket, "--to=konnectivity"].into_iter();
+        let cli = <Cli as clap::Parser>::parse_from(words.chain(flags.iter().copied()));
+        let limit = Duration::from_secs(10);
+        let outcome = tokio::time::timeout(limit, run(&cli.options)).await;
+        server.abort();
+        format!("{:#}", outcome.unwrap().unwrap_err())
+    }
+
+    fn accepted(length: usize, body: &str) -> String {
+        format!("HTTP/1.1 202 Accepted\r\ncontent-length: {length}\r\n\r\n{body}")
+    }
+
+    #[tokio::test]
+    async fn accepted_switch_is_reported_without_a_readable_answer() {
+        let error = failure(vec![accepted(2, "{}")], &[]).await;
+        assert!(
+            error.starts_with("the server has accepted the switch"),
+            "{error}"
+        );
+        assert!(
+            error.contains("use the culvert of the server's version"),
+            "{error}"
+        );
+        let flags = ["--wait", "--timeout=2s"];
+        let error = failure(vec![accepted(20, "{")], &flags).await;
+        assert!(
+            error.starts_with("the server has accepted the switch"),
+            "{error}"
+        );
+        assert!(error.contains("in 2s"), "{error}");
+    }
+
+    #[tokio::test]
+    async fn timeout_limits_the_request_and_the_polls() {
+        let flags = ["--wait", "--timeout=200ms"];
+        let error = failure(vec![], &flags).await;
+        assert!(error.contains("may have accepted the switch"), "{error}");
+        let status = Status {
+            draining: false,
+            link_congestion: None,
+            mode: Mode::Konnectivity,
+            set_by: SetBy::Switch,
+            new_dials: vec![Kind::Konnectivity],
+            switch: Progress::Draining {
+                tunnel: Kind::Openvpn,
+                seconds: 1.0,
+                left: 3,
+                seconds_left: 60.0,
+            },
+            tunnels: Vec::new(),
+            last_switch_seconds: None,
+            problems: Vec::new(),
+        };
+        let body = serde_json::to_string(&status).unwrap();
+        // The server accepts the switch and answers no status request.
+        let flags = ["--wait", "--timeout=1s"];
+        let error = failure(vec![accepted(body.len(), &body)], &flags).await;
+        assert!(
+            error.starts_with("the switch is not complete yet"),
+            "{error}"
+        );
     }
 }

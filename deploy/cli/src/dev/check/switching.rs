@@ -6,7 +6,7 @@ use culvert_server::tunnel::{Kind, Mode};
 use tokio::time::sleep;
 
 use super::{LOOK_AGAIN, PATIENCE, Verdict, sample, text};
-use crate::admin::Admin;
+use crate::admin::{Admin, TIMEOUT};
 use crate::dev::server::Server;
 
 /// Returns the number of connections that a server has opened through a tunnel.
@@ -43,12 +43,13 @@ pub(super) async fn diverted(server: &Server, mode: Mode) -> Result<(), String> 
 /// Sends the request of `culvert switch`. The drain time is longer than any check, so long streams survive.
 async fn switch(server: &Server, mode: Mode) -> Result<Status, String> {
     let request = Request::new(mode, Some(GoDuration::from(PATIENCE * 3)));
-    admin(server).switch(&request).await.map_err(problem)
+    let switched = admin(server).switch(&request, TIMEOUT).await;
+    switched.map_err(problem)
 }
 
 /// Sends the request of `culvert status`.
 pub(super) async fn status(server: &Server) -> Result<Status, String> {
-    admin(server).status().await.map_err(problem)
+    admin(server).status(TIMEOUT).await.map_err(problem)
 }
 
 fn admin(server: &Server) -> Admin {
