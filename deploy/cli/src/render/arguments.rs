@@ -196,10 +196,11 @@ pub(super) fn node_tunnel(target: &Target<'_>) -> Vec<String> {
 
 /// Returns the flags of kube-apiserver that the tunnel decides about.
 pub(super) fn kube_apiserver(target: &Target<'_>) -> Vec<String> {
-    let types = match (target.cluster.tunnel, target.cluster.provider.as_str()) {
-        (_, "gcp") => "InternalIP",
-        (Tunnel::Konnectivity, _) => "InternalIP,ExternalIP",
-        (Tunnel::Openvpn, _) => "ExternalIP,InternalIP",
+    // KKP's OpenVPN mode has ExternalIP first. Our server translates both, but agents dial the requested address after a
+    // switch, and a cluster may not reach the ExternalIPs of its own nodes.
+    let types = match target.cluster.provider.as_str() {
+        "gcp" => "InternalIP",
+        _ => "InternalIP,ExternalIP",
     };
     let url = format!("https://{}:{}", target.external_name, target.apiserver_port);
     let mut flags = vec![

@@ -590,3 +590,25 @@ fn cluster_file_of_the_documentation_is_rendered() {
     let count = render(file, <[Object]>::len);
     assert!(count > 5, "{count}");
 }
+
+/// Returns the object of a kind and a name.
+fn object(text: &str, kind: &str, name: &str) -> Value {
+    render(text, |objects| {
+        let mut values = objects.iter().map(|it| &it.value);
+        let found = values.find(|it| it["kind"] == kind && it["metadata"]["name"] == name);
+        found.unwrap_or_else(|| panic!("no {kind} {name}")).clone()
+    })
+}
+
+#[test]
+fn kube_apiserver_prefers_internal_addresses_with_each_tunnel() {
+    for tunnel in TUNNELS {
+        for (provider, types) in [("aws", "InternalIP,ExternalIP"), ("gcp", "InternalIP")] {
+            let text = file(tunnel, "NodePort", &format!("provider: {provider}"));
+            let flags = object(&text, "ConfigMap", "kube-apiserver-tunnel-flags");
+            let flags = flags["data"]["flags"].as_str().unwrap();
+            let flag = format!("--kubelet-preferred-address-types={types}");
+            assert!(flags.lines().any(|line| line == flag), "{flags}");
+        }
+    }
+}
