@@ -91,6 +91,8 @@ pub(crate) struct Datacenter {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default, deny_unknown_fields)]
 pub(crate) struct NodeportProxy {
+    /// Annotations of load balancers; deprecated by KKP, but in force.
+    pub(crate) annotations: BTreeMap<String, String>,
     pub(crate) envoy: Envoy,
 }
 
@@ -126,6 +128,8 @@ pub(crate) struct ConnectionSettings {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default, deny_unknown_fields)]
 pub(crate) struct LoadBalancerService {
+    /// Annotations of load balancers. They replace annotations of [`NodeportProxy`] with the same name.
+    pub(crate) annotations: BTreeMap<String, String>,
     pub(crate) source_ranges: Vec<String>,
 }
 

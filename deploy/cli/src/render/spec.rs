@@ -16,7 +16,7 @@ pub(crate) struct Spec {
     pub(crate) cni_plugin: Option<CniPlugin>,
     pub(crate) components_override: ComponentsOverride,
     #[serde(rename = "apiServerAllowedIPRanges")]
-    pub(crate) api_server_allowed_ip_ranges: CidrBlocks,
+    pub(crate) api_server_allowed_ip_ranges: Option<CidrBlocks>,
     pub(crate) features: BTreeMap<String, bool>,
 }
 
@@ -131,6 +131,12 @@ impl CidrBlocks {
 // === impl Spec ===
 
 impl Spec {
+    /// Returns the networks that may reach the API server; empty if the cluster sets none.
+    pub(crate) fn allowed_ranges(&self) -> &[String] {
+        let ranges = self.api_server_allowed_ip_ranges.as_ref();
+        ranges.map_or(&[], |ranges| &ranges.cidr_blocks)
+    }
+
     /// Returns the network settings; the defaults of Go if the object has none.
     pub(crate) fn network(&self) -> ClusterNetwork {
         self.cluster_network.clone().unwrap_or_default()

@@ -612,3 +612,47 @@ fn kube_apiserver_prefers_internal_addresses_with_each_tunnel() {
         }
     }
 }
+
+#[test]
+fn networks_of_the_seed_add_to_those_of_the_cluster_only() {
+    let seed = "seed: {defaultAPIServerAllowedIPRanges: [203.0.113.0/24]}";
+    let balancer = |ranges: &str| {
+        let strategy = format!("LoadBalancer{ranges}");
+        let text = file("konnectivity", &strategy, seed);
+        object(&text, "Service", "front-loadbalancer")
+    };
+    let service = balancer("");
+    assert_eq!(service["spec"]["loadBalancerSourceRanges"], Value::Null);
+    assert_eq!(service["metadata"]["annotations"], Value::Null);
+    let service = balancer(", apiServerAllowedIPRanges: {cidrBlocks: [198.51.100.0/24]}");
+    let both = ["198.51.100.0/24", "203.0.113.0/24"];
+    assert_eq!(
+        service["spec"]["loadBalancerSourceRanges"],
+        serde_json::json!(both)
+    );
+    let name = "service.beta.kubernetes.io/load-balancer-source-ranges";
+    assert_eq!(service["metadata"]["annotations"][name], both.join(","));
+    // KKP tests for the object, not for its networks.
+    let service = balancer(", apiServerAllowedIPRanges: {}");
+    assert_eq!(
+        service["spec"]["loadBalancerSourceRanges"],
+        serde_json::json!([both[1]])
+    );
+}
+
+#[test]
+fn load_balancer_has_the_annotations_of_the_seed_and_of_the_cloud() {
+    let seed = "provider: aws\nseed: {nodeportProxy: {annotations: {a: old, b: old}, \
+                envoy: {loadBalancerService: {annotations: {b: new}}}}}";
+    let text = file("konnectivity", "LoadBalancer", seed);
+    let service = object(&text, "Service", "front-loadbalancer");
+    let aws = "service.beta.kubernetes.io/aws-load-balancer";
+    let expected = serde_json::json!({
+        "a": "old",
+        "b": "new",
+        format!("{aws}-type"): "nlb",
+        format!("{aws}-connection-idle-timeout"): "3600",
+        format!("{aws}-cross-zone-load-balancing-enabled"): "true",
+    });
+    assert_eq!(service["metadata"]["annotations"], expected);
+}

@@ -1,9 +1,11 @@
 //! The Services of the seed with the annotations of the front door, and the front door of one cluster.
 
+use std::collections::BTreeSet;
+
 use serde_json::{Value, json};
 
 use crate::render::arguments::{self, FRONT_END_PORT};
-use crate::render::cluster::Tunnel;
+use crate::render::cluster::{Cluster, Tunnel};
 use crate::render::target::{OPENVPN_PORT, Program, Target};
 
 use super::{Object, Part, Place, pod_security, resources, security};
@@ -14,6 +16,21 @@ const EXPOSE: &str = "nodeport-proxy.k8s.io/expose";
 const EXPOSE_NAMESPACED: &str = "nodeport-proxy.k8s.io/expose-namespaced";
 /// Annotation with the server name of each port.
 const PORT_MAPPING: &str = "nodeport-proxy.k8s.io/port-mapping";
+/// Annotation with the networks of a load balancer's clients, separated by commas.
+const SOURCE_RANGES: &str = "service.beta.kubernetes.io/load-balancer-source-ranges";
+/// Annotations of load balancers on AWS. KKP: `FrontLoadBalancerServiceReconciler` in
+/// pkg/resources/nodeportproxy/nodeportproxy.go.
+const AWS: [(&str, &str); 3] = [
+    ("service.beta.kubernetes.io/aws-load-balancer-type", "nlb"),
+    (
+        "service.beta.kubernetes.io/aws-load-balancer-connection-idle-timeout",
+        "3600",
+    ),
+    (
+        "service.beta.kubernetes.io/aws-load-balancer-cross-zone-load-balancing-enabled",
+        "true",
+    ),
+];
 
 pub(super) fn objects(target: &Target<'_>) -> Vec<Object> {
     let mut objects: Vec<Object> = services(target)
@@ -151,35 +168,6 @@ fn door(target: &Target<'_>) -> Vec<Value> {
     let meta = |name: &str| json!({"name": name, "namespace": namespace});
     let subject =
         json!({"kind": "ServiceAccount", "name": "nodeport-proxy", "namespace": namespace});
-    let facts = target.cluster.facts();
-    let seed = &facts.seed;
-    let mut ranges = seed
-        .nodeport_proxy
-        .envoy
-        .load_balancer_service
-        .source_ranges
-        .clone();
-    ranges.extend(
-        target
-            .cluster
-            .spec
-            .api_server_allowed_ip_ranges
-            .cidr_blocks
-            .iter()
-            .cloned(),
-    );
-    ranges.extend(seed.default_api_server_allowed_ip_ranges.iter().cloned());
-    ranges.sort();
-    ranges.dedup();
-    let mut balancer = json!({
-        "type": "LoadBalancer",
-        "selector": {"app": "nodeport-proxy-envoy"},
-        // The updater adds the other ports.
-        "ports": [{"name": "secure", "port": 443, "protocol": "TCP"}],
-    });
-    if let Some(spec) = balancer.as_object_mut().filter(|_| !ranges.is_empty()) {
-        spec.insert("loadBalancerSourceRanges".to_owned(), json!(ranges));
-    }
     let given = &target
         .cluster
         .spec
@@ -222,12 +210,7 @@ fn door(target: &Target<'_>) -> Vec<Value> {
             "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "nodeport-proxy"},
             "subjects": [subject],
         }),
-        json!({
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": meta("front-loadbalancer"),
-            "spec": balancer,
-        }),
+        balancer(target),
         proxy.deployment(target),
         updater.deployment(target),
         json!({
@@ -240,6 +223,44 @@ fn door(target: &Target<'_>) -> Vec<Value> {
             },
         }),
     ]
+}
+
+/// Returns the Service of the load balancer, with KKP's annotations and networks of clients.
+fn balancer(target: &Target<'_>) -> Value {
+    let Cluster { spec, provider, .. } = target.cluster;
+    let seed = &target.cluster.facts().seed;
+    let settings = &seed.nodeport_proxy.envoy.load_balancer_service;
+    let mut ranges = BTreeSet::from_iter(&settings.source_ranges);
+    // The seed's default adds to the networks of a cluster; alone, it would lock all others out.
+    if let Some(own) = &spec.api_server_allowed_ip_ranges {
+        ranges.extend(&own.cidr_blocks);
+        ranges.extend(&seed.default_api_server_allowed_ip_ranges);
+    }
+    let mut annotations = seed.nodeport_proxy.annotations.clone();
+    annotations.extend(settings.annotations.clone());
+    // Some clouds read the annotation, and not the field of the Service.
+    annotations.remove(SOURCE_RANGES);
+    if !ranges.is_empty() {
+        let list: Vec<&str> = ranges.iter().map(|range| range.as_str()).collect();
+        annotations.insert(SOURCE_RANGES.to_owned(), list.join(","));
+    }
+    if provider == "aws" {
+        annotations.extend(AWS.map(|(name, value)| (name.to_owned(), value.to_owned())));
+    }
+    let mut metadata = json!({"name": "front-loadbalancer", "namespace": target.namespace});
+    if let Some(metadata) = metadata.as_object_mut().filter(|_| !annotations.is_empty()) {
+        metadata.insert("annotations".to_owned(), json!(annotations));
+    }
+    let mut balancer = json!({
+        "type": "LoadBalancer",
+        "selector": {"app": "nodeport-proxy-envoy"},
+        // The updater adds the other ports.
+        "ports": [{"name": "secure", "port": 443, "protocol": "TCP"}],
+    });
+    if let Some(spec) = balancer.as_object_mut().filter(|_| !ranges.is_empty()) {
+        spec.insert("loadBalancerSourceRanges".to_owned(), json!(ranges));
+    }
+    json!({"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": balancer})
 }
 
 /// A Deployment of the front door.
@@ -283,6 +304,12 @@ impl Workload {
             // A restart cuts all connections, and a pod that moves bulk with a small CPU limit answers late.
             container.insert("livenessProbe".to_owned(), probe("/healthz", 10, 5));
         }
+        let pod = json!({
+            "serviceAccountName": "nodeport-proxy",
+            "securityContext": pod_security(),
+            "terminationGracePeriodSeconds": 30,
+            "containers": [container],
+        });
         json!({
             "apiVersion": "apps/v1",
             "kind": "Deployment",
@@ -290,15 +317,7 @@ impl Workload {
             "spec": {
                 "replicas": self.replicas,
                 "selector": {"matchLabels": labels},
-                "template": {
-                    "metadata": {"labels": labels},
-                    "spec": {
-                        "serviceAccountName": "nodeport-proxy",
-                        "securityContext": pod_security(),
-                        "terminationGracePeriodSeconds": 30,
-                        "containers": [container],
-                    },
-                },
+                "template": {"metadata": {"labels": labels}, "spec": pod},
             },
         })
     }

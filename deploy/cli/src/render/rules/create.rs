@@ -28,7 +28,7 @@ fn exposure(cluster: &Cluster, findings: &mut Findings) {
             &STRATEGIES,
         ));
     }
-    let ranges = &cluster.spec.api_server_allowed_ip_ranges.cidr_blocks;
+    let ranges = cluster.spec.allowed_ranges();
     if !ranges.is_empty() && !cluster.is_load_balancer() {
         let problem = Problem::forbidden(
             "spec.apiServerAllowedIPRanges.cidrBlocks",

@@ -57,7 +57,7 @@ pub(super) fn check(cluster: &Cluster, old: Option<&Cluster>, findings: &mut Fin
         let path = format!("spec.clusterNetwork.{name}");
         findings.warn(&path, name, "KKP does not know this field and drops it");
     }
-    let ranges = &cluster.spec.api_server_allowed_ip_ranges.cidr_blocks;
+    let ranges = cluster.spec.allowed_ranges();
     for (at, range) in ranges.iter().enumerate() {
         if let Err(reason) = cidr(range) {
             let path = format!("spec.apiServerAllowedIPRanges.cidrBlocks[{at}]");
