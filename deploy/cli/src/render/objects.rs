@@ -92,6 +92,26 @@ fn resources(given: Option<&Resources>, requests: [&str; 2], limits: [&str; 2]) 
     })
 }
 
+/// Returns the affinity of pods that avoid each other's hosts and zones: required, or preferred with any other value.
+fn affinity(labels: &Value, [host, zone]: [&str; 2]) -> Value {
+    let mut required = Vec::new();
+    let mut preferred = Vec::new();
+    for (key, value) in [
+        ("kubernetes.io/hostname", host),
+        ("topology.kubernetes.io/zone", zone),
+    ] {
+        let term = json!({"labelSelector": {"matchLabels": labels}, "topologyKey": key});
+        match value {
+            "required" => required.push(term),
+            _ => preferred.push(json!({"weight": 100, "podAffinityTerm": term})),
+        }
+    }
+    json!({"podAntiAffinity": {
+        "preferredDuringSchedulingIgnoredDuringExecution": preferred,
+        "requiredDuringSchedulingIgnoredDuringExecution": required,
+    }})
+}
+
 fn liveness(port: u16, initial: u32) -> Value {
     json!({
         "httpGet": {"path": "/healthz", "port": port, "scheme": "HTTP"},

@@ -656,3 +656,20 @@ fn load_balancer_has_the_annotations_of_the_seed_and_of_the_cloud() {
     });
     assert_eq!(service["metadata"]["annotations"], expected);
 }
+
+#[test]
+fn pods_of_a_front_door_prefer_different_hosts_and_zones() {
+    let text = file("konnectivity", "LoadBalancer", "");
+    let door = object(&text, "Deployment", "nodeport-proxy-envoy");
+    let affinity = &door["spec"]["template"]["spec"]["affinity"]["podAntiAffinity"];
+    let preferred = &affinity["preferredDuringSchedulingIgnoredDuringExecution"];
+    let terms = preferred.as_array().unwrap().iter();
+    let terms: Vec<&Value> = terms.map(|it| &it["podAffinityTerm"]).collect();
+    let keys = ["kubernetes.io/hostname", "topology.kubernetes.io/zone"];
+    assert_eq!(terms.len(), keys.len());
+    for (term, key) in terms.into_iter().zip(keys) {
+        assert_eq!(term["topologyKey"], key);
+        let labels = &term["labelSelector"]["matchLabels"];
+        assert_eq!(labels, &door["spec"]["template"]["metadata"]["labels"]);
+    }
+}

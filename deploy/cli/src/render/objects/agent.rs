@@ -6,7 +6,7 @@ use crate::render::arguments::{self, AGENT_ACCOUNT, AUDIENCE};
 use crate::render::cluster::Tunnel;
 use crate::render::target::{Program, Target};
 
-use super::{Object, Part, Place, liveness, pod_security, resources, security};
+use super::{Object, Part, Place, affinity, liveness, pod_security, resources, security};
 
 /// Namespace of all objects.
 const NAMESPACE: &str = "kube-system";
@@ -46,7 +46,7 @@ fn agent(target: &Target<'_>) -> Value {
         "priorityClassName": "system-cluster-critical",
         "serviceAccountName": AGENT_ACCOUNT,
         "securityContext": pod_security(),
-        "affinity": {"podAntiAffinity": anti_affinity(target, &labels)},
+        "affinity": affinity(&labels, [&proxy.host_anti_affinity, &proxy.zone_anti_affinity]),
         "containers": [container],
         "volumes": [{"name": token, "projected": {
             "defaultMode": 420,
@@ -70,27 +70,6 @@ fn agent(target: &Target<'_>) -> Value {
             },
             "template": {"metadata": {"labels": labels}, "spec": pod},
         },
-    })
-}
-
-/// Returns the anti-affinity of the agents, by host and by zone.
-fn anti_affinity(target: &Target<'_>, labels: &Value) -> Value {
-    let proxy = &target.cluster.spec.components_override.konnectivity_proxy;
-    let mut required = Vec::new();
-    let mut preferred = Vec::new();
-    for (key, value) in [
-        ("kubernetes.io/hostname", &proxy.host_anti_affinity),
-        ("topology.kubernetes.io/zone", &proxy.zone_anti_affinity),
-    ] {
-        let term = json!({"labelSelector": {"matchLabels": labels}, "topologyKey": key});
-        match value.as_str() {
-            "required" => required.push(term),
-            _ => preferred.push(json!({"weight": 100, "podAffinityTerm": term})),
-        }
-    }
-    json!({
-        "preferredDuringSchedulingIgnoredDuringExecution": preferred,
-        "requiredDuringSchedulingIgnoredDuringExecution": required,
     })
 }
 

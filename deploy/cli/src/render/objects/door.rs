@@ -8,7 +8,7 @@ use crate::render::arguments::{self, FRONT_END_PORT};
 use crate::render::cluster::{Cluster, Tunnel};
 use crate::render::target::{OPENVPN_PORT, Program, Target};
 
-use super::{Object, Part, Place, pod_security, resources, security};
+use super::{Object, Part, Place, affinity, pod_security, resources, security};
 
 /// Annotation that exposes a Service through the front door of the seed.
 const EXPOSE: &str = "nodeport-proxy.k8s.io/expose";
@@ -304,12 +304,15 @@ impl Workload {
             // A restart cuts all connections, and a pod that moves bulk with a small CPU limit answers late.
             container.insert("livenessProbe".to_owned(), probe("/healthz", 10, 5));
         }
-        let pod = json!({
+        let mut pod = json!({
             "serviceAccountName": "nodeport-proxy",
             "securityContext": pod_security(),
             "terminationGracePeriodSeconds": 30,
             "containers": [container],
         });
+        if let Some(pod) = pod.as_object_mut().filter(|_| self.replicas > 1) {
+            pod.insert("affinity".to_owned(), affinity(&labels, ["preferred"; 2]));
+        }
         json!({
             "apiVersion": "apps/v1",
             "kind": "Deployment",
