@@ -8,8 +8,8 @@ use serde_json::{Value, json};
 use super::arguments::texts;
 use super::rendered::{self, objects};
 
-/// Resources that charts and `culvert render` have in common. The memory limits differ: `culvert render` has those of KKP,
-/// which are below the bounds of the buffers.
+/// Resources that charts and `culvert render` have in common. The memory limits differ, except for the server with both
+/// tunnels: `culvert render` has those of KKP, which are below the bounds of the buffers.
 const RESOURCES: [&str; 2] = ["/resources/requests", "/resources/limits/cpu"];
 
 /// Returns the objects of a golden file of `culvert render`.
@@ -317,8 +317,12 @@ fn server_with_openvpn_is_the_rendered_server() {
         &["/spec/replicas", "/spec/strategy"],
     );
     let [left, right] = [left, right].map(|it| &rendered::pod(it).unwrap()["containers"][0]);
-    same("the server", left, right, &["/securityContext"]);
-    same("the server", left, right, &RESOURCES);
+    same(
+        "the server",
+        left,
+        right,
+        &["/securityContext", "/resources"],
+    );
     // In the chart, the mode is in a ConfigMap, metrics are at the health port, and all servers are replicas.
     let except = ["--tunnel-mode", "--admin-bind-address", "--server-count"];
     // Folders differ.

@@ -673,3 +673,16 @@ fn pods_of_a_front_door_prefer_different_hosts_and_zones() {
         assert_eq!(labels, &door["spec"]["template"]["metadata"]["labels"]);
     }
 }
+
+#[test]
+fn server_with_both_tunnels_has_the_memory_of_the_chart() {
+    let values = include_str!("../../../helm/culvert-server/values.yaml");
+    let server = object(
+        &file("openvpn", "NodePort", ""),
+        "Deployment",
+        "openvpn-server",
+    );
+    let container = &server["spec"]["template"]["spec"]["containers"][0];
+    let memory = container["resources"]["limits"]["memory"].as_str().unwrap();
+    assert!(values.contains(&format!("  limits: {{cpu: \"2\", memory: {memory}}}\n")));
+}

@@ -13,6 +13,9 @@ const EGRESS_FOLDER: &str = "/etc/kubernetes/konnectivity";
 /// Folder of the client certificate with which kube-apiserver reaches a server outside of its pod.
 const CLIENT_FOLDER: &str = "/etc/kubernetes/culvert-front-end";
 
+/// Memory limit of a server with both tunnels, as in the chart. The buffers of one OpenVPN client alone may use 256 MiB.
+const OPENVPN_MEMORY: &str = "512Mi";
+
 pub(super) fn objects(target: &Target<'_>) -> Vec<Object> {
     let seed = |part, value| Object::new(part, Place::Seed, value);
     let flags = arguments::kube_apiserver(target);
@@ -114,7 +117,8 @@ fn mount(name: &str, path: &str) -> Value {
     json!({"name": name, "mountPath": path, "readOnly": true})
 }
 
-fn container(target: &Target<'_>, name: &str, mounts: Vec<Value>) -> Value {
+/// Returns a container of the server with a memory limit.
+fn container(target: &Target<'_>, name: &str, memory: &str, mounts: Vec<Value>) -> Value {
     let port =
         |name: &str, port: u16| json!({"name": name, "containerPort": port, "protocol": "TCP"});
     let mut ports = vec![
@@ -142,7 +146,7 @@ fn container(target: &Target<'_>, name: &str, mounts: Vec<Value>) -> Value {
         "args": arguments::server(target),
         "ports": ports,
         "livenessProbe": liveness(8134, 15),
-        "resources": resources(proxy.resources.as_ref(), ["10m", "10Mi"], ["2", "200Mi"]),
+        "resources": resources(proxy.resources.as_ref(), ["10m", "10Mi"], ["2", memory]),
         "volumeMounts": all,
     })
 }
@@ -164,6 +168,8 @@ fn patch(target: &Target<'_>) -> Value {
             containers.push(container(
                 target,
                 "konnectivity-server",
+                // KKP's limit.
+                "200Mi",
                 vec![socket.clone()],
             ));
             mounts.push(socket);
@@ -195,7 +201,7 @@ fn deployment(target: &Target<'_>) -> Value {
         mount("openvpn-client-configs", "/etc/openvpn/clients"),
         json!({"name": "state", "mountPath": "/run/culvert"}),
     ];
-    let mut container = container(target, "openvpn-server", mounts);
+    let mut container = container(target, "openvpn-server", OPENVPN_MEMORY, mounts);
     if let Some(fields) = container.as_object_mut() {
         fields.insert("securityContext".to_owned(), security());
     }
