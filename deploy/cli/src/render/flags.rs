@@ -122,6 +122,11 @@ struct Values {
     /// Image of the node tunnel.
     #[arg(long, value_name = "IMAGE")]
     node_tunnel_image: Option<String>,
+
+    /// Secret for the registry of the images, in the namespaces of all pods; repeatable. By default the seed's pods use
+    /// KKP's Secret dockercfg, and pods of the user cluster none.
+    #[arg(long, value_name = "NAME")]
+    image_pull_secret: Vec<String>,
 }
 
 impl Options {
@@ -161,11 +166,11 @@ impl Options {
             ("door-image", values.door_image.clone()),
             ("node-tunnel-image", values.node_tunnel_image.clone()),
         ];
-        let networks = values
-            .node_network
-            .iter()
-            .map(|network| ("node-network", Some(network.clone())));
-        let given = flags.into_iter().chain(networks);
+        let networks = values.node_network.iter().map(|it| ("node-network", it));
+        let secrets = values.image_pull_secret.iter();
+        let lists = networks.chain(secrets.map(|it| ("image-pull-secret", it)));
+        let lists = lists.map(|(name, value)| (name, Some(value.clone())));
+        let given = flags.into_iter().chain(lists);
         let given = given.filter_map(|(name, value)| Some(format!("--{name}={}", value?)));
         let words: Vec<String> = std::iter::once(path(&self.file)).chain(given).collect();
         Ok(shlex::try_join(words.iter().map(String::as_str))?)
@@ -195,6 +200,8 @@ impl Options {
                 door: values.door_image.clone(),
                 node_tunnel: values.node_tunnel_image.clone(),
             },
+            image_pull_secrets: Some(values.image_pull_secret.clone())
+                .filter(|names| !names.is_empty()),
             ..Facts::default()
         }
     }

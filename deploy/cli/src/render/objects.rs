@@ -14,6 +14,10 @@ use serde_json::{Value, json};
 use super::spec::Resources;
 use super::target::Target;
 
+/// Secret for registries that KKP keeps in the namespace of every cluster in the seed: `ImagePullSecretName` in
+/// pkg/resources/resources.go.
+const PULL_SECRET: &str = "dockercfg";
+
 /// A part of the rendered objects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
 pub(super) enum Part {
@@ -63,6 +67,9 @@ pub(super) fn all(target: &Target<'_>) -> Vec<Object> {
     objects.extend(server::objects(target));
     objects.extend(door::objects(target));
     objects.extend(agent::objects(target));
+    for object in &mut objects {
+        object.add_pull_secrets(target);
+    }
     objects
 }
 
@@ -73,6 +80,23 @@ impl Object {
             place,
             is_patch: false,
             value,
+        }
+    }
+
+    /// Gives the pods of a workload their Secrets for the registry.
+    fn add_pull_secrets(&mut self, target: &Target<'_>) {
+        let names: Vec<&str> = match &target.cluster.facts().image_pull_secrets {
+            Some(names) => names.iter().map(String::as_str).collect(),
+            // KKP's own Deployment of kube-apiserver, which the patch changes, has the Secret already.
+            None if self.place == Place::Seed && !self.is_patch => vec![PULL_SECRET],
+            None => Vec::new(),
+        };
+        let pod = self.value.pointer_mut("/spec/template/spec");
+        if let Some(pod) = pod.and_then(Value::as_object_mut)
+            && !names.is_empty()
+        {
+            let names: Vec<Value> = names.iter().map(|name| json!({"name": name})).collect();
+            pod.insert("imagePullSecrets".to_owned(), json!(names));
         }
     }
 }

@@ -686,3 +686,40 @@ fn server_with_both_tunnels_has_the_memory_of_the_chart() {
     let memory = container["resources"]["limits"]["memory"].as_str().unwrap();
     assert!(values.contains(&format!("  limits: {{cpu: \"2\", memory: {memory}}}\n")));
 }
+
+#[test]
+fn all_pods_have_the_pull_secrets() {
+    let secrets = |tunnel: &str, more: &str| -> BTreeSet<(bool, bool, String)> {
+        render(&file(tunnel, "LoadBalancer", more), |objects| {
+            let pods = objects.iter().filter_map(|object| {
+                let pod = object.value.pointer("/spec/template/spec")?;
+                let names = pod["imagePullSecrets"].as_array().into_iter().flatten();
+                let names: Vec<&str> = names.filter_map(|it| it["name"].as_str()).collect();
+                let is_seed = object.place == objects::Place::Seed;
+                Some((is_seed, object.is_patch, names.join(",")))
+            });
+            pods.collect()
+        })
+    };
+    let set = |list: &[(bool, bool, &str)]| -> BTreeSet<(bool, bool, String)> {
+        let list = list.iter();
+        list.map(|(seed, patch, names)| (*seed, *patch, (*names).to_owned()))
+            .collect()
+    };
+    for tunnel in TUNNELS {
+        let kkp = set(&[
+            (true, false, "dockercfg"),
+            (true, true, ""),
+            (false, false, ""),
+        ]);
+        assert_eq!(secrets(tunnel, ""), kkp);
+        let own = set(&[
+            (true, false, "a,b"),
+            (true, true, "a,b"),
+            (false, false, "a,b"),
+        ]);
+        assert_eq!(secrets(tunnel, "imagePullSecrets: [a, b]"), own);
+        let none = set(&[(true, false, ""), (true, true, ""), (false, false, "")]);
+        assert_eq!(secrets(tunnel, "imagePullSecrets: []"), none);
+    }
+}
