@@ -98,6 +98,8 @@ async fn after_tunnel_step(tenant: &Tenant, step: &Step) {
         has_dialed(tenant, "openvpn").await;
     } else if is("Run the servers beside kube-apiserver.") {
         assert!(has_sidecar(tenant).await);
+    } else if is("Move the traffic of the other OpenVPN clients") {
+        assert_eq!(ready(tenant, "openvpn-client").await, 1);
     } else if is("Remove the servers beside kube-apiserver and the agents.") {
         assert!(!has_sidecar(tenant).await);
         assert!(!seed("service", "konnectivity-server").await);

@@ -383,14 +383,28 @@ fn old_tunnel_is_removed_after_the_switch_to_the_new_one() {
         text.find(part)
             .unwrap_or_else(|| panic!("no {part} in {text}"))
     };
-    let agents = at("rollout status deployment konnectivity-agent");
-    let switch = at("culvert switch --admin-uds=/run/culvert/admin.sock --to=konnectivity");
-    let apiserver = at("patch deployment apiserver");
-    let removal = at("delete deployment openvpn-client");
+    let last = |part: &str| text.rfind(part).unwrap();
+    let patch = "patch deployment apiserver --patch-file";
+    let order = [
+        at("--part=rbac"),
+        at("replace --save-config -f rendered/seed-server.yaml"),
+        at("apply -f rendered/seed-egress.yaml"),
+        at(patch),
+        at("rollout status deployment konnectivity-agent"),
+        at("culvert switch --admin-uds=/run/culvert/admin.sock --to=prefer-konnectivity"),
+        at("culvert switch --admin-uds=/run/culvert/admin.sock --to=konnectivity"),
+        last(patch),
+        at(r#"{"name":"openvpn-client","$patch":"delete"}"#),
+        at("# repeat the command until it lists no internal-client"),
+        at("delete deployment openvpn-client"),
+    ];
+    assert!(order.is_sorted(), "{order:?} in {text}");
+    // KKP's Deployment has privileges, containers and probes that a merge would keep.
     assert!(
-        agents < switch && switch < apiserver && apiserver < removal,
+        !text.contains("apply -f rendered/seed-server.yaml"),
         "{text}"
     );
+    assert!(text.contains("openvpn-server -o yaml"), "{text}");
     for (from, to) in [
         (Side::Openvpn, Side::Konnectivity),
         (Side::Konnectivity, Side::Openvpn),
@@ -399,6 +413,13 @@ fn old_tunnel_is_removed_after_the_switch_to_the_new_one() {
         let permitted = text.find("apply -f rendered/seed-network-policies.yaml");
         let used = text.find("patch deployment apiserver --patch-file");
         assert!(permitted.is_some() && permitted < used, "{text}");
+        let text = text
+            .rsplit_once("patch deployment apiserver --patch-file")
+            .unwrap()
+            .0;
+        let policies = text.matches("apply -f rendered/seed-network-policies.yaml");
+        let uses = text.matches("patch deployment apiserver --patch-file");
+        assert_eq!(policies.count(), uses.count() + 1, "{text}");
     }
     // A stream for kubectl apply must not contain the patch of kube-apiserver's Deployment.
     let applied = text.lines().filter(|line| line.contains("apply -f -"));

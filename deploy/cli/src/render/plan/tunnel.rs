@@ -72,6 +72,42 @@ fn restore_apiserver(target: &Target<'_>, file: &str, values: &str) -> String {
     )
 }
 
+/// Returns the command that saves a Deployment for [`put_back`]. A step that is repeated keeps the first file.
+fn save(namespace: &str, deployment: &str, when: &str) -> String {
+    let file = saved(namespace, deployment, when);
+    // The API server refuses an old version of an object, and the id of a deleted one.
+    format!(
+        "[ -s {file} ] || ({SEED} -n {namespace} get deployment {deployment} -o yaml | grep -Ev '^  (resourceVersion|uid):' > {file}.tmp && mv {file}.tmp {file})"
+    )
+}
+
+/// Returns the name of the file of a saved Deployment.
+fn saved(namespace: &str, deployment: &str, when: &str) -> String {
+    format!("{namespace}-{deployment}-{when}.yaml")
+}
+
+/// Returns the commands that restore a Deployment from its file and wait for its pods. Unlike the Deployment's history, the
+/// file does not depend on the number of changes.
+fn put_back(namespace: &str, deployment: &str, when: &str) -> String {
+    let file = saved(namespace, deployment, when);
+    format!(
+        "{SEED} replace -f {file}; {SEED} -n {namespace} rollout status deployment {deployment}"
+    )
+}
+
+/// Marks the way back of a step that may be skipped.
+fn unless_skipped(commands: String) -> String {
+    format!("{commands}  # unless the step was skipped")
+}
+
+/// Returns the command that takes the tunnel of KKP's stock OpenVPN away from kube-apiserver: its sidecars, and its name
+/// server behind the tunnel.
+fn remove_sidecars(namespace: &str) -> String {
+    format!(
+        "{SEED} -n {namespace} patch deployment apiserver -p '{{\"spec\":{{\"template\":{{\"spec\":{{\"dnsPolicy\":\"ClusterFirst\",\"dnsConfig\":null,\"containers\":[{{\"name\":\"openvpn-client\",\"$patch\":\"delete\"}},{{\"name\":\"dnat-controller\",\"$patch\":\"delete\"}}]}}}}}}}}'"
+    )
+}
+
 /// Returns the commands that give the node tunnels the ports of another tunnel; none without node tunnels.
 fn node_tunnel(target: &Target<'_>, file: &str, values: &str) -> Vec<String> {
     if !target.cluster.is_tunneling() {
@@ -119,22 +155,39 @@ pub(super) fn to_konnectivity(target: &Target<'_>, file: &str) -> Vec<Step> {
         )
     };
     let remove_agents = format!("{USER} -n kube-system delete deployment,pdb konnectivity-agent");
+    let (before, front_end, sidecars) = ("before", "before-front-end", "before-sidecars");
     vec![
         Step::new(
             "Run the OpenVPN server as a server with both tunnels. Skip this step if it does already.",
             &[
                 apply(file, old, &["certificates"], SEED),
-                "# create the Secrets of the requests first".to_owned(),
+                "# create the Secrets of the requests that do not exist; keep the others".to_owned(),
+                apply(file, old, &["rbac"], USER),
                 format!(
                     "culvert render {file} {old} --part=server --part=services --output-dir=rendered"
                 ),
-                format!("{SEED} apply -f rendered/seed-server.yaml -f rendered/seed-services.yaml"),
+                save(namespace, "openvpn-server", before),
+                // A merge would keep containers, privileges and probes of the stock server.
+                format!("{SEED} replace --save-config -f rendered/seed-server.yaml"),
+                format!("{SEED} apply -f rendered/seed-services.yaml"),
                 format!("{SEED} -n {namespace} rollout status deployment openvpn-server"),
+                status(target),
+                "# repeat the command until openvpn is healthy".to_owned(),
             ],
             "openvpn-server; its clients connect again",
-            format!(
-                "{SEED} -n {namespace} rollout undo deployment openvpn-server  # unless the step was skipped"
-            ),
+            unless_skipped(put_back(namespace, "openvpn-server", before)),
+        ),
+        Step::new(
+            "Let kube-apiserver use the OpenVPN server. Skip this step if it does already.",
+            &[
+                permit(target, file, old),
+                vec![save(namespace, "apiserver", before)],
+                patch_apiserver(target, file, old),
+                vec!["# check that kubectl logs and exec work".to_owned()],
+            ]
+            .concat(),
+            "kube-apiserver, one pod after the other; connections of a stopped pod end",
+            unless_skipped(put_back(namespace, "apiserver", before)),
         ),
         Step::new(
             "Issue the certificates konnectivityproxy-tls and konnectivity-kubeconfig, and create their Secrets.",
@@ -171,22 +224,49 @@ pub(super) fn to_konnectivity(target: &Target<'_>, file: &str) -> Vec<Step> {
         ),
         Step::new(
             "Switch new connections to the agents. Open connections stay until kube-apiserver restarts, at most 5 minutes.",
-            &[switch(target, "konnectivity")],
+            &[
+                switch(target, "prefer-konnectivity"),
+                "# check that kubectl logs and exec work".to_owned(),
+                switch(target, "konnectivity"),
+            ],
             "",
             switch(target, "openvpn"),
         ),
         Step::new(
             "Run the servers beside kube-apiserver. Agents find the new servers through the Service.",
             &[
-                vec![select("apiserver")],
+                vec![
+                    save(namespace, "apiserver", front_end),
+                    select("apiserver"),
+                ],
                 patch_apiserver(target, file, new),
             ]
             .concat(),
             "kube-apiserver, one pod after the other; dials of a new pod fail until its first agent is connected",
             format!(
-                "{}; {}",
+                "{}; {}; {}",
                 select("openvpn-server"),
-                restore_apiserver(target, file, old)
+                apply(file, old, &["egress"], SEED),
+                put_back(namespace, "apiserver", front_end)
+            ),
+        ),
+        Step::new(
+            "Move the traffic of the other OpenVPN clients: the sidecars of KKP's stock programs in the seed.",
+            &[
+                save(namespace, "apiserver", sidecars),
+                remove_sidecars(namespace),
+                format!("{SEED} -n {namespace} rollout status deployment apiserver"),
+                format!(
+                    "{SEED} -n {namespace} get deployments -o custom-columns='NAME:.metadata.name,CONTAINERS:.spec.template.spec.containers[*].name'"
+                ),
+                "# move metrics-server into the user cluster, and remove openvpn-client and dnat-controller from all other Deployments".to_owned(),
+                status(target),
+                "# repeat the command until it lists no internal-client".to_owned(),
+            ],
+            "the programs that lose a sidecar; they reach no pods or nodes any more",
+            format!(
+                "{}  # and put the other Deployments back",
+                put_back(namespace, "apiserver", sidecars)
             ),
         ),
         Step::new(
