@@ -322,6 +322,10 @@ fn plan_text(from: Side, to: Side) -> anyhow::Result<String> {
         Side::Tunneling => ("konnectivity", "Tunneling"),
         Side::Konnectivity | Side::NodePort => ("konnectivity", "NodePort"),
     };
+    plan_with(from, to, tunnel, strategy)
+}
+
+fn plan_with(from: Side, to: Side, tunnel: &str, strategy: &str) -> anyhow::Result<String> {
     let mut input = input::parse(&file(tunnel, strategy, "")).unwrap();
     plan::apply(to, &mut input);
     let mut findings = Findings::default();
@@ -374,6 +378,25 @@ fn way_back_of_a_strategy_sets_the_old_strategy() {
         .find(|line| line.contains("first command is then"));
     let spec = r#"{"spec":{"exposeStrategy":"Tunneling"}}"#;
     assert!(back.unwrap().contains(spec), "{text}");
+}
+
+#[test]
+fn plan_between_tunnels_replaces_the_node_tunnel() {
+    let text = plan_with(
+        Side::Openvpn,
+        Side::Konnectivity,
+        "konnectivity",
+        "Tunneling",
+    )
+    .unwrap();
+    let mut commands = text
+        .lines()
+        .filter(|line| line.contains("--part=node-tunnel"));
+    assert!(commands.clone().count() > 0, "{text}");
+    assert!(
+        commands.all(|line| line.contains("replace --save-config -f -")),
+        "{text}"
+    );
 }
 
 #[test]

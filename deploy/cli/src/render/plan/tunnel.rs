@@ -114,7 +114,10 @@ fn node_tunnel(target: &Target<'_>, file: &str, values: &str) -> Vec<String> {
         return Vec::new();
     }
     vec![
-        apply(file, values, &["node-tunnel"], USER),
+        // A merge would keep the init container and arguments of KKP's DaemonSet.
+        format!(
+            "culvert render {file} {values} --part=node-tunnel | {USER} replace --save-config -f -"
+        ),
         format!("{USER} -n kube-system rollout status daemonset envoy-agent"),
     ]
 }
