@@ -186,7 +186,7 @@ impl<F: LabelSet + Send + Sync + 'static> Reloader<F> {
                 self.check();
                 self
             });
-            self = match shutdown.run_until_cancelled(patiently(checking)).await {
+            self = match shutdown.run_until_cancelled(warn_if_slow(checking)).await {
                 Some(Ok(reloader)) => reloader,
                 Some(Err(error)) if error.is_panic() => resume_unwind(error.into_panic()),
                 _ => return,
@@ -203,7 +203,7 @@ impl<F: LabelSet + Send + Sync + 'static> Reloader<F> {
 }
 
 /// Waits for a check, and warns if it takes long.
-async fn patiently<T>(mut checking: JoinHandle<T>) -> Result<T, JoinError> {
+async fn warn_if_slow<T>(mut checking: JoinHandle<T>) -> Result<T, JoinError> {
     match timeout(SLOW_CHECK, &mut checking).await {
         Ok(checked) => checked,
         Err(_) => {

@@ -78,7 +78,7 @@ pub fn render(status: &Status) -> String {
                 text,
                 "  {:<22} {:<10}{:>12}{:>8}  {}",
                 // The peer chooses its own name, and an OpenVPN client the name of its program.
-                peer.name.escape_default().to_string(),
+                printable(&peer.name),
                 peer.health.as_str(),
                 peer.connections,
                 "",

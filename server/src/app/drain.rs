@@ -41,7 +41,11 @@ pub(super) async fn drained(
     // Each connection of a gRPC client has a call.
     let open = || router.in_use().max(frontend.calls.len()) + frontend.leaving.len();
     router.drain();
-    info!(?timeout, connections = open(), "draining");
+    info!(
+        timeout = timeout.map(debug),
+        connections = open(),
+        "draining"
+    );
     let idle = async {
         let mut busy = Instant::now();
         loop {

@@ -109,7 +109,7 @@ impl Client {
         if let Some((dial, connection)) = dialed.flatten() {
             self.carry(frontend, &dial, connection).await;
         }
-        // The client ends the call, after the client has read all bytes; until then its late packets are answered.
+        // The client ends the call once it has read all bytes; until then its late packets are answered.
         let rest = async {
             while let Some(step) = self.step().await {
                 match step {
