@@ -306,7 +306,6 @@ impl Bound {
             "serving"
         );
         buffers(&config).log();
-        let accepting = shutdown.child_token();
         let serve = accept::serve_frontend(
             self.frontend,
             config.mode,
@@ -314,9 +313,8 @@ impl Bound {
             frontend.clone(),
             config.limits.frontend_connections,
             shards.clone(),
-            accepting.clone(),
         );
-        spawn_essential(&tasks, "front end", &accepting, serve);
+        spawn_essential(&tasks, "front end", &shutdown, serve);
         let switch = self.driver.run(shutdown.clone());
         spawn_essential(&tasks, "switch", &shutdown, switch);
         if let Some(openvpn) = self.openvpn {
@@ -339,12 +337,7 @@ impl Bound {
         let page = metrics.registry().clone();
         let upkeep = page.clone().run_upkeep(shutdown.clone());
         spawn_essential(&tasks, "metrics", &shutdown, upkeep);
-        let drained = drain::drained(
-            frontend,
-            config.mode,
-            config.graceful_shutdown_timeout,
-            accepting,
-        );
+        let drained = drain::drained(frontend, config.graceful_shutdown_timeout);
         let draining = drain.clone();
         let needs_peer = !config.ready_without_agents;
         let not_ready = move || match (draining.is_cancelled(), router.is_ready() || !needs_peer) {

@@ -1,6 +1,5 @@
 //! Killed, restarted and drained programs.
 
-use culvert_kit::client::FrontEnd;
 use culvert_tests::{Signal, eventually};
 
 use crate::case::{Case, LIMIT, Make, server_value};
@@ -53,38 +52,19 @@ pub(crate) async fn restarted_server(case: Case) {
     };
     let mut held = tunnel.hold().await;
     held.echoes("before").await;
-    if case.server == Make::Ours && case.is_connect() {
-        tunnel.topology.restart_server(0).await;
-    } else {
-        // On SIGTERM, a server waits until its gRPC clients have left.
-        tunnel.topology.kill_server(0);
-        tunnel.topology.start_server(0).await;
+    match case.server {
+        Make::Ours | Make::Release(_) => tunnel.topology.restart_server(0).await,
+        // On SIGTERM, v0.36.0 waits until its gRPC clients have left.
+        Make::Stock => {
+            tunnel.topology.kill_server(0);
+            tunnel.topology.start_server(0).await;
+        }
     }
     held.ends().await;
     tunnel.topology.wait_for_agents().await;
     let raw = tunnel.services.raw;
     tunnel.succeeds("download", raw, &["--bytes=1000000"]).await;
     tunnel.settles().await;
-}
-
-/// Stops the only server by SIGTERM, without flags: it accepts no more gRPC clients, and ends with its last connection.
-pub(crate) async fn stopped_server(case: Case) {
-    let Some(mut tunnel) = case.start(1, &[&[]]).await else {
-        return;
-    };
-    let mut held = tunnel.hold().await;
-    held.echoes("before").await;
-    tunnel.topology.server(0).signal(Signal::TERM);
-    let FrontEnd::GrpcUds(socket) = tunnel.topology.front_end().clone() else {
-        panic!("not a Unix socket");
-    };
-    let is_gone = async || !socket.exists();
-    eventually("the front end accepts no clients", LIMIT, is_gone).await;
-    held.echoes("meanwhile").await;
-    assert!(tunnel.topology.server(0).exited().is_none());
-    drop(held);
-    let status = tunnel.topology.server(0).wait_exit(LIMIT).await;
-    assert_eq!(status.code(), Some(0));
 }
 
 /// Drains the only agent: open connections stay open, and new connections still work.

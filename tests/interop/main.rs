@@ -82,7 +82,7 @@ macro_rules! pairing {
         mod $name {
             // The front end does not matter to these subjects.
             front_end!(grpc_uds = GrpcUds, $server, $agent:
-                many::servers_that_join, lives::stopped_server $(, $own::$subject)*);
+                many::servers_that_join $(, $own::$subject)*);
             // The packet protocol has no half close.
             front_end!(connect_uds = ConnectUds, $server, $agent:
                 traffic::half_close $(, $own::$subject)*);

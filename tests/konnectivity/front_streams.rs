@@ -13,8 +13,13 @@ use crate::support::*;
 const TARGET: &str = "10.0.0.1:443";
 
 async fn server_and_agent() -> (Topology, Peer) {
+    server_with(&[]).await
+}
+
+/// Starts a server with `flags`, and a scripted agent.
+async fn server_with(flags: &[&str]) -> (Topology, Peer) {
     let builder = Topology::builder(Mode::Grpc, Transport::Uds);
-    let topology = builder.servers(1).start().await;
+    let topology = builder.servers(1).server_args(flags).start().await;
     let agent = scripts::agent(&topology, "scripted").await;
     (topology, agent)
 }
@@ -254,7 +259,7 @@ async fn many_calls_share_one_http2_connection() {
 async fn a_drain_waits_for_a_client_that_still_reads() {
     const PIECES: usize = 10;
     const PIECE_BYTES: usize = 30_000;
-    let (mut topology, mut agent) = server_and_agent().await;
+    let (mut topology, mut agent) = server_with(&["--graceful-shutdown-timeout=10m"]).await;
     let mut front = front(&topology).await;
     let id = open_call(&mut front, &mut agent, 3).await;
     // More than the client's window, less than the server's queue.

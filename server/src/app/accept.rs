@@ -12,7 +12,6 @@ use culvert_native as native;
 use culvert_native::quic::endpoint::ServerEndpoint;
 use culvert_native::resume::EXPORTER_LABEL;
 use tokio::sync::Semaphore;
-use tokio_util::sync::CancellationToken;
 use tracing::error;
 
 use crate::backend::ClientSeat;
@@ -25,8 +24,7 @@ use crate::listener::ListenerContext;
 use crate::listener::path_aware::{LinkPath, PathAware};
 use crate::metrics::RejectReason;
 
-/// Serves the clients that connect to the front end, at most `max_connections` at a time. Accepts clients until
-/// `accepting` is cancelled.
+/// Serves the clients that connect to the front end, at most `max_connections` at a time.
 pub(super) async fn serve_frontend(
     listener: Listener,
     mode: Mode,
@@ -34,10 +32,9 @@ pub(super) async fn serve_frontend(
     frontend: Arc<Frontend>,
     max_connections: Option<usize>,
     shards: Arc<Shards>,
-    accepting: CancellationToken,
 ) {
     let service = Proxy::new(frontend.clone());
-    let tasks = context.tasks.clone();
+    let (tasks, shutdown) = (context.tasks.clone(), context.shutdown.clone());
     let max_connections = max_connections.map_or(Semaphore::MAX_PERMITS, |max| {
         max.min(Semaphore::MAX_PERMITS)
     });
@@ -108,7 +105,7 @@ pub(super) async fn serve_frontend(
             },
         );
     };
-    listener.serve(accepting, handle).await;
+    listener.serve(shutdown, handle).await;
 }
 
 /// Refuses a client of a Unix socket beyond the limit of connections. Clients of CONNECT receive the reason.

@@ -4,10 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
-use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use crate::config::Mode;
 use crate::frontend::Frontend;
 
 /// Time without a dial after which a draining server ends. Kubernetes needs some seconds to remove a server that is
@@ -20,32 +18,18 @@ const DRAIN_CHECK: Duration = Duration::from_millis(100);
 /// Waits until no dial or connection has existed for [`DRAIN_LINGER`], and gRPC clients and agents have the last
 /// bytes of all connections, at most for `timeout`.
 ///
-/// With a timeout of 0, behaves like the stock server: in `mode` gRPC, cancels `accepting` and waits for the end of the
-/// connections without a limit (`GracefulStop` of grpc-go); with CONNECT, waits for nothing (`Shutdown` of Go's
-/// net/http ignores hijacked connections).
-pub(super) async fn drained(
-    frontend: Arc<Frontend>,
-    mode: Mode,
-    timeout: Duration,
-    accepting: CancellationToken,
-) {
-    let (linger, timeout) = match (timeout, mode) {
-        (Duration::ZERO, Mode::HttpConnect) => return,
-        (Duration::ZERO, Mode::Grpc) => {
-            accepting.cancel();
-            (Duration::ZERO, None)
-        }
-        (timeout, _) => (DRAIN_LINGER.min(timeout), Some(timeout)),
-    };
+/// With a timeout of 0, does not wait, as stock servers up to v0.34. Releases v0.35 and v0.36 wait without a limit for gRPC
+/// clients, which kubernetes-sigs/apiserver-network-proxy#866 corrects.
+pub(super) async fn drained(frontend: Arc<Frontend>, timeout: Duration) {
+    if timeout.is_zero() {
+        return;
+    }
     let router = &frontend.router;
     // Each connection of a gRPC client has a call.
     let open = || router.in_use().max(frontend.calls.len()) + frontend.leaving.len();
     router.drain();
-    info!(
-        timeout = timeout.map(debug),
-        connections = open(),
-        "draining"
-    );
+    info!(?timeout, connections = open(), "draining");
+    let linger = DRAIN_LINGER.min(timeout);
     let idle = async {
         let mut busy = Instant::now();
         loop {
@@ -57,7 +41,7 @@ pub(super) async fn drained(
             sleep(DRAIN_CHECK).await;
         }
     };
-    match tokio::time::timeout(timeout.unwrap_or(Duration::MAX), idle).await {
+    match tokio::time::timeout(timeout, idle).await {
         Ok(()) => info!("drained"),
         Err(_) => warn!(
             connections = open(),

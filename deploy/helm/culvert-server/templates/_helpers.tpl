@@ -64,12 +64,12 @@
 {{- end }}
 
 {{/* Arguments that the stock server does not know. With Recreate, the next pod starts after the end of this one, so a drain
-would only lengthen the outage. 0 would be a drain without a limit with a gRPC front end. */}}
+would only lengthen the outage. */}}
 {{- define "culvert-server.ownArgs" -}}
 {{- $v := .Values -}}
 {{- $args := list
     (printf "--log-format=%s" $v.log.format)
-    (printf "--graceful-shutdown-timeout=%s" (ternary "1ns" (printf "%ds" (sub (int $v.terminationGracePeriodSeconds) 5))
+    (printf "--graceful-shutdown-timeout=%ds" (ternary 0 (sub (int $v.terminationGracePeriodSeconds) 5)
         (eq (include "culvert-server.updateType" .) "Recreate"))) -}}
 {{- if $v.agents.quic }}{{ $args = append $args (printf "--agent-quic-port=%d" (int $v.agents.port)) }}{{ end }}
 {{- with $v.agents.idFrom }}{{ $args = append $args (printf "--agent-id-from=%s" .) }}{{ end }}
