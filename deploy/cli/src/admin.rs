@@ -18,7 +18,7 @@ use hyper_util::rt::TokioIo;
 use rustls_pki_types::ServerName;
 use tokio::net::{TcpStream, UnixStream};
 use tokio::time::{Instant, timeout_at};
-use tokio_rustls::TlsConnector;
+use tokio_rustls::{TlsConnector, rustls};
 
 use crate::stdout::printable;
 
@@ -142,11 +142,19 @@ impl Admin {
         let head = OnceLock::new();
         let answered = timeout_at(end, self.converse(stream, method, path, body, &head)).await;
         let answer = answered.map_err(late).and_then(|answer| answer);
-        answer.map_err(|why| Failed {
-            reached: head
-                .get()
-                .map_or(Reached::Server, |code| Reached::Answer(*code)),
-            why,
+        answer.map_err(|why| match (head.get(), refusal(&why)) {
+            (Some(code), _) => Failed {
+                reached: Reached::Answer(*code),
+                why,
+            },
+            (None, Some(refusal)) => Failed {
+                reached: Reached::Nothing,
+                why: anyhow::anyhow!("{} refused the connection: {refusal}", self.name()),
+            },
+            (None, None) => Failed {
+                reached: Reached::Server,
+                why,
+            },
         })
     }
 
@@ -231,6 +239,17 @@ impl Admin {
             .or_else(|| self.admin.clone())
             .unwrap_or_default()
     }
+}
+
+/// Returns the explanation of a TLS alert among the causes of `why`. In TLS 1.3 a server verifies the client's certificate
+/// after the client's part of the handshake, so the alert arrives when the request was already sent (RFC 8446, 4.4.2).
+fn refusal(why: &anyhow::Error) -> Option<String> {
+    let mut causes = why.chain().filter_map(|cause| cause.downcast_ref());
+    let alert = causes.find(|error: &&io::Error| {
+        let tls = error.get_ref().and_then(|inner| inner.downcast_ref());
+        matches!(tls, Some(rustls::Error::AlertReceived(_)))
+    });
+    alert.map(tls::explain)
 }
 
 fn understand(code: StatusCode, expected: StatusCode, body: &[u8]) -> anyhow::Result<Status> {

@@ -133,9 +133,14 @@ fn drain(text: &str) -> Result<GoDuration, String> {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
+    use std::path::Path;
+
+    use culvert_host::tls::{self, Identity, TlsOptions, TrustBundle};
+    use culvert_kit::pki::Pki;
     use culvert_server::tunnel::Kind;
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-    use tokio::net::UnixListener;
+    use tokio::net::{TcpListener, UnixListener};
+    use tokio_rustls::TlsAcceptor;
 
     use super::*;
 
@@ -223,5 +228,44 @@ mod tests {
             error.starts_with("the switch is not complete yet"),
             "{error}"
         );
+    }
+
+    #[tokio::test]
+    async fn refused_certificate_is_reported_as_a_refusal() {
+        let folder = tempfile::tempdir().unwrap();
+        let pki = Pki::create(folder.path()).unwrap();
+        let stranger = Pki::create_other(folder.path()).unwrap();
+        let config = tls::server_config(
+            &Identity::load(&pki.server.cert, &pki.server.key).unwrap(),
+            Some(&TrustBundle::load(&pki.ca).unwrap()),
+            &[],
+            &TlsOptions::default(),
+        )
+        .unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let server = tokio::spawn(async move {
+            let (stream, _) = listener.accept().await.unwrap();
+            let refused = TlsAcceptor::from(config).accept(stream).into_fallible();
+            let (_, mut stream) = refused.await.unwrap_err();
+            // A socket with unread bytes would be reset, and the client might not receive the alert.
+            stream.read_to_end(&mut Vec::new()).await.unwrap();
+        });
+        let file = |path: &Path| path.display().to_string();
+        let (cert, key) = (file(&stranger.client.cert), file(&stranger.client.key));
+        let cli = <Cli as clap::Parser>::parse_from([
+            "culvert",
+            "--to=konnectivity",
+            &format!("--admin={address}"),
+            &format!("--ca-cert={}", file(&pki.ca)),
+            &format!("--cert={cert}"),
+            &format!("--key={key}"),
+        ]);
+        let limit = Duration::from_secs(10);
+        let outcome = tokio::time::timeout(limit, run(&cli.options)).await;
+        let error = format!("{:#}", outcome.unwrap().unwrap_err());
+        server.abort();
+        let expected = format!("{address} refused the connection: the peer does not know the CA");
+        assert!(error.starts_with(&expected), "{error}");
     }
 }
