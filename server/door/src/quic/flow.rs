@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use culvert_native::quic::connection_id::{CONNECTION_ID_BYTES, ConnectionId, Tag};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 use quinn_udp::{EcnCodepoint, RecvMeta, Transmit, UdpSocketState};
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::io::Interest;
@@ -40,7 +40,7 @@ thread_local! {
 #[derive(Debug)]
 pub(super) struct Wire {
     pub socket: UdpSocket,
-    state: UdpSocketState,
+    state: RwLock<UdpSocketState>,
 }
 
 /// Address information of received datagrams, for the way back.
@@ -92,7 +92,10 @@ impl Wire {
     pub(super) fn new(socket: std::net::UdpSocket) -> io::Result<Self> {
         let socket = UdpSocket::from_std(socket)?;
         let state = UdpSocketState::new((&socket).into())?;
-        Ok(Self { socket, state })
+        Ok(Self {
+            socket,
+            state: RwLock::new(state),
+        })
     }
 
     /// Opens a socket that sends to `endpoint` and receives from `endpoint` only.
@@ -111,7 +114,10 @@ impl Wire {
         buffers: &mut [IoSliceMut<'_>],
         metas: &mut [RecvMeta],
     ) -> io::Result<usize> {
-        let receive = || self.state.recv((&self.socket).into(), buffers, metas);
+        let receive = || {
+            let state = self.state.read();
+            state.recv((&self.socket).into(), buffers, metas)
+        };
         self.socket.try_io(Interest::READABLE, receive)
     }
 
@@ -127,8 +133,9 @@ impl Wire {
         ecn: Option<EcnCodepoint>,
         (destination, src_ip): (SocketAddr, Option<IpAddr>),
     ) -> io::Result<&'a [u8]> {
+        let state = self.state.read();
         while !bytes.is_empty() {
-            let batch = stride.max(1) * self.state.max_gso_segments().max(1);
+            let batch = stride.max(1) * state.max_gso_segments().max(1);
             let batch = bytes.get(..batch).unwrap_or(bytes);
             let transmit = Transmit {
                 destination,
@@ -137,7 +144,7 @@ impl Wire {
                 segment_size: Some(stride),
                 src_ip,
             };
-            let send = || self.state.try_send((&self.socket).into(), &transmit);
+            let send = || state.try_send((&self.socket).into(), &transmit);
             let sent = match self.socket.try_io(Interest::WRITABLE, send) {
                 // A new socket is writable, but tokio does not know this before its next poll.
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => send(),
@@ -150,6 +157,21 @@ impl Wire {
             }
         }
         Ok(bytes)
+    }
+
+    /// Keeps segmentation offload after an error of [`send`](Self::send), if this machine no longer has the source
+    /// address. The kernel then returns `EINVAL` for an IPv6 address, which quinn-udp takes for missing support.
+    fn keep_offload(&self, error: &io::Error, src_ip: Option<IpAddr>) {
+        let is_lost = |ip| {
+            let bound = std::net::UdpSocket::bind((ip, 0));
+            bound.is_err_and(|error| error.kind() == io::ErrorKind::AddrNotAvailable)
+        };
+        if error.kind() == io::ErrorKind::InvalidInput
+            && src_ip.is_some_and(is_lost)
+            && let Ok(state) = UdpSocketState::new((&self.socket).into())
+        {
+            *self.state.write() = state;
+        }
     }
 }
 
@@ -308,8 +330,11 @@ impl Flow {
                 let bytes = buffer.get(..meta.len).unwrap_or_default();
                 self.note(bytes);
                 // An error concerns only these datagrams.
-                let unsent = listener.send(bytes, meta.stride, meta.ecn, to);
-                Ok((unsent.unwrap_or_default().to_vec(), meta))
+                let unsent = listener
+                    .send(bytes, meta.stride, meta.ecn, to)
+                    .inspect_err(|error| listener.keep_offload(error, to.1))
+                    .unwrap_or_default();
+                Ok((unsent.to_vec(), meta))
             });
             match unsent {
                 Ok((unsent, meta)) => {
@@ -357,4 +382,33 @@ pub(super) fn tag_of(header: &Header<'_>) -> Option<Tag> {
         Header::Short(rest) => rest.get(..CONNECTION_ID_BYTES)?,
     };
     ConnectionId::parse(id).map(|id| id.tag)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::net::{Ipv6Addr, UdpSocket};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn refused_source_address_keeps_the_offload() {
+        let address = SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0));
+        let Ok(socket) = bind(address, false) else {
+            assert!(std::env::var_os("CI").is_none(), "no IPv6");
+            return eprintln!("skipped: no IPv6");
+        };
+        let listener = Wire::new(socket).unwrap();
+        let peer = UdpSocket::bind((Ipv6Addr::LOCALHOST, 0)).unwrap();
+        let offload = listener.state.read().max_gso_segments();
+        assert!(offload > 1, "the kernel has no segmentation offload");
+        // An address that this machine does not have (RFC 3849).
+        let lost = Some("2001:db8::1".parse().unwrap());
+        let to = (peer.local_addr().unwrap(), lost);
+        let error = listener.send(b"answer", 6, None, to).unwrap_err();
+        assert_eq!(listener.state.read().max_gso_segments(), 1);
+        listener.keep_offload(&error, lost);
+        assert_eq!(listener.state.read().max_gso_segments(), offload);
+    }
 }
