@@ -90,8 +90,13 @@ impl Queue {
     /// Processes the result of a system call. Must not be called for `WouldBlock`.
     pub(super) fn sent(&mut self, batch: Batch, result: io::Result<()>, now: Moment) -> Sent {
         match result {
-            // The machine no longer has the source address: the kernel chooses another one.
-            Err(error) if is_source_missing(&error) && self.has_source() => {
+            // The machine no longer has the source address: the kernel chooses another one. For a batch, EINVAL may also
+            // mean a small path MTU (Linux before 6.14), so its datagrams are first sent one by one.
+            Err(error)
+                if is_source_missing(&error)
+                    && self.has_source()
+                    && (batch.datagrams == 1 || error.kind() != io::ErrorKind::InvalidInput) =>
+            {
                 for (path, _) in self.cuts.iter_mut().take(batch.datagrams) {
                     path.local = None;
                 }
@@ -283,6 +288,27 @@ mod tests {
         queue.sent(batch, Err(io::ErrorKind::NetworkUnreachable.into()), now);
         let (batch, transmit) = queue.next(64, now).unwrap();
         assert_eq!((batch.datagrams, transmit.src_ip), (2, None));
+    }
+
+    #[test]
+    fn batch_with_einval_keeps_its_source_address_unless_a_single_datagram_fails() {
+        let mut queue = queue(&[(1, 90), (1, 90), (1, 90)]);
+        let local = Some(IpAddr::from([192, 0, 2, 9]));
+        for (path, _) in &mut queue.cuts {
+            path.local = local;
+        }
+        let now = crate::now();
+        let invalid = || Err(io::ErrorKind::InvalidInput.into());
+        let (batch, _) = queue.next(64, now).unwrap();
+        assert_eq!(queue.sent(batch, invalid(), now), Sent::Processed);
+        let (batch, transmit) = queue.next(64, now).unwrap();
+        assert_eq!((batch.datagrams, transmit.src_ip), (1, local));
+        assert_eq!(queue.sent(batch, Ok(()), now), Sent::Processed);
+        let (batch, transmit) = queue.next(64, now).unwrap();
+        assert_eq!((batch.datagrams, transmit.src_ip), (1, local));
+        assert_eq!(queue.sent(batch, invalid(), now), Sent::SourceRefused);
+        let (_, transmit) = queue.next(64, now).unwrap();
+        assert_eq!(transmit.src_ip, None);
     }
 
     #[test]
