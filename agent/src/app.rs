@@ -229,23 +229,19 @@ fn checks(servers: Option<Arc<Servers>>, tunnel: Option<Arc<Tunnel>>) -> Vec<Che
     checks
 }
 
-/// Resolves once no connection has been open for the whole linger time, and the tasks of `leaving` have ended. Servers
-/// without another agent keep sending dials to a draining agent.
+/// Resolves once no connection has been open, and no task of `leaving` has run, for the whole linger time. Servers without
+/// another agent keep sending dials to a draining agent.
 async fn idle(mut active: watch::Receiver<usize>, leaving: &TaskTracker, linger: Duration) {
     loop {
         if active.wait_for(|count| *count == 0).await.is_err() {
             return;
         }
-        if timeout(linger, active.wait_for(|count| *count > 0))
-            .await
-            .is_ok()
-        {
+        if !leaving.is_empty() {
+            sleep(LEAVING_CHECK).await;
             continue;
         }
-        while !leaving.is_empty() && *active.borrow() == 0 {
-            sleep(LEAVING_CHECK).await;
-        }
-        if *active.borrow() == 0 {
+        let changed = timeout(linger, active.changed()).await;
+        if !matches!(changed, Ok(Ok(()))) && leaving.is_empty() {
             return;
         }
     }
@@ -290,7 +286,7 @@ mod tests {
         leaving.spawn(sleep(Duration::from_secs(20)));
         idle(rx, &leaving, linger).await;
         let end = started.elapsed();
-        let range = Duration::from_secs(20)..Duration::from_secs(21);
+        let range = Duration::from_secs(25)..Duration::from_secs(26);
         assert!(range.contains(&end), "{end:?}");
     }
 }
