@@ -70,9 +70,9 @@ impl PeerInfo {
         for (name, value) in lines.lines().filter_map(|line| line.split_once('=')) {
             let value = value.trim_end();
             match name {
-                "IV_VER" => _ = info.version.get_or_insert_with(|| value.to_owned()),
-                "IV_GUI_VER" => _ = info.program.get_or_insert_with(|| value.to_owned()),
-                "IV_PLAT" => _ = info.platform.get_or_insert_with(|| value.to_owned()),
+                "IV_VER" => _ = info.version.get_or_insert_with(|| printable(value)),
+                "IV_GUI_VER" => _ = info.program.get_or_insert_with(|| printable(value)),
+                "IV_PLAT" => _ = info.platform.get_or_insert_with(|| printable(value)),
                 "IV_PROTO" => protocol = protocol.or(value.parse().ok()),
                 "IV_CIPHERS" => _ = info.ciphers.get_or_insert_with(|| Cipher::known_in(value)),
                 "IV_NCP" => ncp = ncp.or(value.parse().ok()),
@@ -96,6 +96,15 @@ impl PeerInfo {
     pub fn can_negotiate(&self) -> bool {
         self.ciphers.is_some() || self.ncp >= 2
     }
+}
+
+/// Replaces everything outside printable ASCII by `_`, because the text of a peer must not control a terminal.
+fn printable(text: &str) -> String {
+    let safe = |char| match char {
+        ' '..='~' => char,
+        _ => '_',
+    };
+    text.chars().map(safe).collect()
 }
 
 /// Start of `IV_GUI_VER` in the lines of this crate's client.

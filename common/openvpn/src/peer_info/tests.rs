@@ -47,6 +47,14 @@ fn parses_the_lines_of_stock_clients() {
 }
 
 #[test]
+fn control_characters_of_a_client_are_replaced() {
+    let info = PeerInfo::parse("IV_VER=2.6\u{1b}[2J\nIV_GUI_VER=a\u{9b}b\nIV_PLAT=\u{202e}x");
+    assert_eq!(info.version.as_deref(), Some("2.6_[2J"));
+    assert_eq!(info.program.as_deref(), Some("a_b"));
+    assert_eq!(info.platform.as_deref(), Some("_x"));
+}
+
+#[test]
 fn first_line_of_each_name_counts() {
     let info = PeerInfo::parse(
         "IV_PROTO=2\nIV_PROTO=4\nIV_VER=a\nIV_VER=b\nIV_CIPHERS=x\nIV_CIPHERS=AES-128-GCM",
