@@ -69,7 +69,7 @@ pub enum Source {
 /// The cluster to watch, and the account to use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cluster {
-    /// Kubeconfig file; `None` uses the first file in `KUBECONFIG`, or the pod's own account.
+    /// Kubeconfig file; `None` uses the first existing file in `KUBECONFIG`, or the pod's own account.
     pub kubeconfig: Option<PathBuf>,
     /// Namespace to watch; `None` watches all.
     pub namespace: Option<String>,

@@ -4,6 +4,7 @@
 //! Only exposed Services are stored, but all EndpointSlices are: if a Service is annotated later, the watch
 //! does not report its slices again.
 
+use std::ffi::OsStr;
 use std::path::PathBuf;
 use std::pin::pin;
 use std::sync::Arc;
@@ -61,12 +62,7 @@ impl Discovery {
         metrics: Arc<ProxyMetrics>,
         reloader: &mut Reloader,
     ) -> anyhow::Result<Self> {
-        // The variable may list several files, which client-go merges.
-        let from_env = || {
-            let files = std::env::var_os("KUBECONFIG")?;
-            let first = std::env::split_paths(&files).next();
-            first.filter(|path| !path.as_os_str().is_empty())
-        };
+        let from_env = || first_kubeconfig(&std::env::var_os("KUBECONFIG")?);
         let kubeconfig: Option<PathBuf> = cluster.kubeconfig.clone().or_else(from_env);
         let client = client(kubeconfig.as_deref(), reloader, Files::Kubeconfig).await?;
         Ok(Self {
@@ -251,6 +247,23 @@ fn is_tcp(protocol: Option<&str>) -> bool {
 
 fn number(port: Option<i32>) -> u16 {
     port.and_then(|port| u16::try_from(port).ok()).unwrap_or(0)
+}
+
+/// Returns the file that the variable KUBECONFIG names. Unlike client-go, the proxy does not merge several files; it uses the
+/// first one that exists.
+fn first_kubeconfig(files: &OsStr) -> Option<PathBuf> {
+    let named = std::env::split_paths(files).filter(|path| !path.as_os_str().is_empty());
+    let (mut existing, missing): (Vec<_>, Vec<_>) = named.partition(|path| path.exists());
+    if let [first, others @ ..] = existing.as_slice()
+        && !others.is_empty()
+    {
+        warn!(
+            used = %first.display(),
+            "KUBECONFIG names several files, and only the first is used; set --kubeconfig to a single file"
+        );
+    }
+    existing.extend(missing);
+    existing.into_iter().next()
 }
 
 #[cfg(test)]

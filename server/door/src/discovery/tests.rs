@@ -127,3 +127,23 @@ fn slice_keeps_only_tcp_ports_and_addresses_of_ready_endpoints() {
         ["10.0.0.1".parse::<std::net::IpAddr>().unwrap()]
     );
 }
+
+#[test]
+fn first_kubeconfig_that_exists_is_used() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str| folder.path().join(name);
+    for name in ["b", "c"] {
+        std::fs::write(file(name), "").unwrap();
+    }
+    let first = |names: &[&str]| {
+        let paths = names.iter().map(|name| match *name {
+            "" => PathBuf::new(),
+            name => file(name),
+        });
+        first_kubeconfig(&std::env::join_paths(paths).unwrap())
+    };
+    assert_eq!(first(&["", "a", "b", "c"]), Some(file("b")));
+    // The error of a missing file names the file.
+    assert_eq!(first(&["a"]), Some(file("a")));
+    assert_eq!(first(&[""]), None);
+}
