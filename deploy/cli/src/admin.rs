@@ -244,9 +244,13 @@ impl Admin {
 /// Returns the explanation of a TLS alert among the causes of `why`. In TLS 1.3 a server verifies the client's certificate
 /// after the client's part of the handshake, so the alert arrives when the request was already sent (RFC 8446, 4.4.2).
 fn refusal(why: &anyhow::Error) -> Option<String> {
-    let mut causes = why.chain().filter_map(|cause| cause.downcast_ref());
-    let alert = causes.find(|error: &&io::Error| {
-        let tls = error.get_ref().and_then(|inner| inner.downcast_ref());
+    let mut causes = why
+        .chain()
+        .filter_map(|cause| cause.downcast_ref::<io::Error>());
+    let alert = causes.find(|error| {
+        let tls = error
+            .get_ref()
+            .and_then(|inner| inner.downcast_ref::<rustls::Error>());
         matches!(tls, Some(rustls::Error::AlertReceived(_)))
     });
     alert.map(tls::explain)

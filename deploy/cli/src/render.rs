@@ -9,10 +9,12 @@
 //! | `rules` | KKP's rules for new and changed clusters, and further warnings |
 //! | `finding` | errors and warnings with path, value and reason |
 //! | `target` | the names, addresses and images of one cluster |
+//! | `apiserver` | the running Deployment of kube-apiserver |
 //! | `arguments`, `objects` | command lines, and the objects around them |
 //! | `output` | YAML on the standard output, or in files |
 //! | `plan` | the steps from one tunnel or expose strategy to another |
 
+mod apiserver;
 mod arguments;
 mod cluster;
 mod facts;
@@ -35,6 +37,7 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 
+use self::apiserver::Apiserver;
 use self::cluster::Cluster;
 use self::finding::Findings;
 use self::input::Input;
@@ -102,7 +105,8 @@ fn render(options: &Options) -> anyhow::Result<Outcome> {
     if !findings.problems.is_empty() {
         return Ok(Outcome::Invalid);
     }
-    let mut objects = objects::all(&target);
+    let running = options.apiserver.as_deref().map(running).transpose()?;
+    let mut objects = objects::all(&target, running.as_ref());
     objects.retain(|object| options.part.is_empty() || options.part.contains(&object.part));
     match &options.output_dir {
         Some(folder) => output::write(folder, &objects)?,
@@ -146,6 +150,12 @@ fn read(options: &Options) -> anyhow::Result<Input> {
 
 fn parse(path: &Path, text: &str) -> anyhow::Result<Input> {
     input::parse(text).with_context(|| format!("{}", path.display()))
+}
+
+/// Reads the Deployment of kube-apiserver.
+fn running(path: &Path) -> anyhow::Result<Apiserver> {
+    let named = || format!("--apiserver {}", path.display());
+    Apiserver::parse(&text(path)?).with_context(named)
 }
 
 /// Reads a file; `-` is the standard input.

@@ -212,6 +212,11 @@ impl Tenant {
                         "containers": [{
                             "name": "apiserver", "image": APISERVER_IMAGE, "imagePullPolicy": "Never",
                             "command": ["kube-apiserver"],
+                            "args": operator::apiserver(),
+                            "readinessProbe": {
+                                "httpGet": {"path": "/readyz", "port": 1, "scheme": "HTTPS"},
+                                "periodSeconds": 1, "failureThreshold": 5,
+                            },
                             "volumeMounts": [
                                 {"name": "files", "mountPath": "/files"},
                                 {"name": "serving", "mountPath": "/serving"},
@@ -226,12 +231,14 @@ impl Tenant {
             },
         });
         self.seed.apply(&deployment.to_string()).await;
-        self.shell(
-            "culvert render cluster.yaml --part=server --part=apiserver --output-dir=rendered",
-        )
-        .await
-        .unwrap();
-        self.put_flags_into_the_patch();
+        // The rendered patch has the flags of the tunnel, and the port of the probe.
+        let save = format!(
+            "kubectl --kubeconfig=SEED -n {NAMESPACE} get deployment apiserver -o yaml > apiserver.yaml"
+        );
+        let render = "culvert render cluster.yaml --part=server --apiserver=apiserver.yaml --output-dir=rendered";
+        for command in [save.as_str(), render] {
+            self.shell(command).await.unwrap();
+        }
         for command in [
             "patch deployment apiserver --patch-file rendered/seed-server-patch.yaml",
             "scale deployment apiserver --replicas=1",

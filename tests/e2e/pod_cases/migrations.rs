@@ -67,7 +67,13 @@ async fn after_tunnel_step(tenant: &Tenant, step: &Step) {
         .trim_start_matches("Permit the traffic of the new tunnel. ");
     let is = |start: &str| title.starts_with(start);
     let seed = async |kind: &str, name: &str| exists(tenant, kind, name).await;
-    if is("Issue the certificates of the OpenVPN tunnel") {
+    if is("Pause the cluster") {
+        assert_eq!(spec(tenant).await["pause"], true);
+    } else if is("End the pause") {
+        let spec = spec(tenant).await;
+        assert_eq!(spec["pause"], false);
+        assert_eq!(spec["clusterNetwork"]["konnectivityEnabled"], true);
+    } else if is("Issue the certificates of the OpenVPN tunnel") {
         assert!(seed("secret", "openvpn-server-certificates").await);
         assert!(seed("secret", "culvert-front-end-client").await);
     } else if is("Issue the certificates konnectivityproxy-tls") {
@@ -111,6 +117,12 @@ async fn after_tunnel_step(tenant: &Tenant, step: &Step) {
         panic!("no check for the step {:?}", step.title);
     }
     tenant.works().await;
+}
+
+/// Returns the specification of KKP's object.
+async fn spec(tenant: &Tenant) -> Value {
+    let object = tenant.seed.get(&["cluster", ID]).await.unwrap();
+    object["spec"].clone()
 }
 
 /// Checks the way back of a step that changes the tunnel. The tunnel works already.

@@ -40,6 +40,8 @@ pub(crate) struct Facts {
     /// Namespace of the seed's own front door. Default kubermatic.
     pub(crate) door_namespace: Option<String>,
     pub(crate) images: Images,
+    /// Registry, with its folders, of the images without a value of their own.
+    pub(crate) registry: Option<String>,
     /// Secrets for the registry of the images. `None`: KKP's Secret in the seed, and no Secret in the user cluster.
     pub(crate) image_pull_secrets: Option<Vec<String>>,
     /// Further versions of CNI plugins that the installation accepts.

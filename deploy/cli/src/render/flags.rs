@@ -22,6 +22,11 @@ pub struct Options {
     #[arg(long, value_name = "FILE")]
     pub(super) facts: Option<PathBuf>,
 
+    /// The running Deployment of kube-apiserver, in YAML or JSON. With it, the patch of the part server has all arguments of
+    /// kube-apiserver, and the port of its probes.
+    #[arg(long, value_name = "FILE")]
+    pub(super) apiserver: Option<PathBuf>,
+
     /// Print only these parts; repeatable.
     #[arg(long, value_name = "PART", value_enum)]
     pub(super) part: Vec<Part>,
@@ -38,7 +43,7 @@ pub struct Options {
         ignore_case = true,
         requires = "to"
     )]
-    #[arg(conflicts_with_all = ["old", "part", "output_dir"])]
+    #[arg(conflicts_with_all = ["old", "apiserver", "part", "output_dir"])]
     pub(super) diff_from: Option<Side>,
 
     /// Tunnel or expose strategy after the migration; the values of the file must be those after the migration.
@@ -107,6 +112,10 @@ struct Values {
     #[arg(long, value_name = "CIDR")]
     node_network: Vec<String>,
 
+    /// Registry, with its folders, of the images without a value of their own.
+    #[arg(long, value_name = "REGISTRY")]
+    registry: Option<String>,
+
     /// Image of the server, or `stock` for Konnectivity's own image.
     #[arg(long, value_name = "IMAGE")]
     server_image: Option<String>,
@@ -161,6 +170,7 @@ impl Options {
                 values.apiserver_replicas.map(|count| count.to_string()),
             ),
             ("node-access-network", values.node_access_network.clone()),
+            ("registry", values.registry.clone()),
             ("server-image", values.server_image.clone()),
             ("agent-image", values.agent_image.clone()),
             ("door-image", values.door_image.clone()),
@@ -200,6 +210,7 @@ impl Options {
                 door: values.door_image.clone(),
                 node_tunnel: values.node_tunnel_image.clone(),
             },
+            registry: values.registry.clone(),
             image_pull_secrets: Some(values.image_pull_secret.clone())
                 .filter(|names| !names.is_empty()),
             ..Facts::default()

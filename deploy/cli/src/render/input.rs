@@ -183,6 +183,7 @@ impl Facts {
                 door: self.images.door.or(other.images.door),
                 node_tunnel: self.images.node_tunnel.or(other.images.node_tunnel),
             },
+            registry: self.registry.or(other.registry),
             image_pull_secrets: self.image_pull_secrets.or(other.image_pull_secrets),
             cni_versions: list(self.cni_versions, other.cni_versions),
             seed: if empty_seed { other.seed } else { self.seed },

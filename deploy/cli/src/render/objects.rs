@@ -11,6 +11,7 @@ use std::collections::BTreeMap;
 use clap::ValueEnum;
 use serde_json::{Value, json};
 
+use super::apiserver::Apiserver;
 use super::spec::Resources;
 use super::target::Target;
 
@@ -60,11 +61,11 @@ pub(super) struct Object {
 }
 
 /// Renders all objects, in the order in which they can be applied.
-pub(super) fn all(target: &Target<'_>) -> Vec<Object> {
+pub(super) fn all(target: &Target<'_>, running: Option<&Apiserver>) -> Vec<Object> {
     let mut objects = Vec::new();
     objects.extend(rbac::objects(target));
     objects.extend(trust::objects(target));
-    objects.extend(server::objects(target));
+    objects.extend(server::objects(target, running));
     objects.extend(door::objects(target));
     objects.extend(agent::objects(target));
     for object in &mut objects {

@@ -96,6 +96,14 @@ impl<'a> Target<'a> {
                     missing(findings, "nodeNetworks", "node-network");
                 }
                 let images = &facts.images;
+                if let Some(image) = images
+                    .server
+                    .as_deref()
+                    .filter(|it| name_of(it) == "culvert-server")
+                {
+                    let reason = "the image has no `culvert switch`; with OpenVPN, set the image culvert, which has all programs";
+                    findings.error(Problem::invalid("images.server", image, reason));
+                }
                 for (path, image) in [
                     ("images.server", &images.server),
                     ("images.agent", &images.agent),
@@ -119,7 +127,7 @@ impl<'a> Target<'a> {
             let reason = "is not an IP address";
             findings.error(Problem::invalid("addressIP", address, reason));
         }
-        Self {
+        let target = Self {
             cluster,
             namespace: format!("cluster-{id}"),
             external_name: name,
@@ -132,7 +140,26 @@ impl<'a> Target<'a> {
             konnectivity,
             openvpn,
             kubernetes_minor: cluster.kubernetes_minor.unwrap_or_default(),
+        };
+        let images: Vec<String> = target.programs().map(|it| target.image(it)).collect();
+        if let Some(image) = images.iter().find(|image| !image.contains('/')) {
+            let reason = format!(
+                "{image} has no registry, so nodes pull it from docker.io; set registry or images"
+            );
+            findings.warn("registry", &facts.registry, reason);
         }
+        target
+    }
+
+    /// Returns the programs of the rendered objects.
+    fn programs(&self) -> impl Iterator<Item = Program> {
+        let strategy = self.cluster.spec.expose_strategy.as_str();
+        let more = match strategy {
+            "LoadBalancer" => Some(Program::Door),
+            "Tunneling" => Some(Program::NodeTunnel),
+            _ => None,
+        };
+        [Program::Server, Program::Agent].into_iter().chain(more)
     }
 
     /// Returns true if the seed has a NetworkPolicy for the egress of kube-apiserver.
@@ -147,7 +174,8 @@ impl<'a> Target<'a> {
 
     /// Returns the image of a program. `deploy/images` uses the same default names and tags.
     pub(super) fn image(&self, program: Program) -> String {
-        let images = &self.cluster.facts().images;
+        let facts = self.cluster.facts();
+        let images = &facts.images;
         // A server with both tunnels needs `culvert switch` in its image.
         let server = match self.cluster.tunnel {
             Tunnel::Konnectivity => "culvert-server",
@@ -165,14 +193,18 @@ impl<'a> Target<'a> {
                 self.cluster.kkp.konnectivity_version(self.kubernetes_minor)
             ),
             (Some(image), _) => image.to_owned(),
-            (None, _) => format!("{own}:v{}", env!("CARGO_PKG_VERSION")),
+            (None, _) => {
+                let registry = facts.registry.as_deref().map(|it| it.trim_end_matches('/'));
+                let folder = registry.map(|it| format!("{it}/")).unwrap_or_default();
+                format!("{folder}{own}:v{}", env!("CARGO_PKG_VERSION"))
+            }
         }
     }
 
     /// Returns true if the server or the agent is Konnectivity's own, which knows fewer flags.
     pub(super) fn is_stock(&self, program: Program) -> bool {
         let image = self.image(program);
-        let name = image.rsplit('/').next().unwrap_or_default();
+        let name = name_of(&image);
         image.contains(STOCK_REPOSITORY)
             || name.starts_with("proxy-agent")
             || name.starts_with("proxy-server")
@@ -210,4 +242,10 @@ impl<'a> Target<'a> {
 fn missing(findings: &mut Findings, path: &str, flag: &str) {
     let reason = format!("set it in the cluster file or with --{flag}");
     findings.error(Problem::required(path, reason));
+}
+
+/// Returns the name of an image without registry, folders, tag and digest.
+fn name_of(image: &str) -> &str {
+    let name = image.rsplit('/').next().unwrap_or_default();
+    name.split([':', '@']).next().unwrap_or_default()
 }

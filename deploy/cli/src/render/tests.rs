@@ -38,7 +38,7 @@ fn render<T>(text: &str, use_objects: impl FnOnce(&[Object]) -> T) -> T {
     rules::check(&cluster, None, &mut findings);
     let target = Target::new(&cluster, &mut findings);
     assert_eq!(findings.problems, []);
-    use_objects(&objects::all(&target))
+    use_objects(&objects::all(&target, None))
 }
 
 fn each(mut check: impl FnMut(&str, &str, &[Object])) {
@@ -291,6 +291,58 @@ fn stock_images_are_refused_with_openvpn() {
 }
 
 #[test]
+fn server_with_both_tunnels_needs_the_image_with_all_programs() {
+    let problems = |image: &str| -> Vec<String> {
+        let more = format!("images: {{server: '{image}'}}");
+        let text = file("openvpn", "NodePort", &more);
+        let mut findings = Findings::default();
+        let cluster = Cluster::new(input::parse(&text).unwrap(), true, &mut findings);
+        Target::new(&cluster, &mut findings);
+        findings.problems.iter().map(ToString::to_string).collect()
+    };
+    for image in [
+        "culvert-server",
+        "r.example.com:5000/a/culvert-server:v1",
+        "r/culvert-server@sha256:0",
+    ] {
+        let found = problems(image);
+        assert!(
+            found.len() == 1 && found[0].contains("set the image culvert"),
+            "{found:?}"
+        );
+    }
+    assert_eq!(problems("r.example.com/culvert:v1"), [""; 0]);
+}
+
+#[test]
+fn registry_is_part_of_every_default_image_or_missed_in_a_warning() {
+    let warnings = |more: &str| -> Vec<String> {
+        let text = file("konnectivity", "Tunneling", more);
+        let mut findings = Findings::default();
+        let cluster = Cluster::new(input::parse(&text).unwrap(), true, &mut findings);
+        Target::new(&cluster, &mut findings);
+        findings.warnings.iter().map(ToString::to_string).collect()
+    };
+    let found = warnings("images: {server: r/s, agent: r/a}");
+    assert!(
+        found.len() == 1 && found[0].contains("culvert-node-tunnel:v"),
+        "{found:?}"
+    );
+    let registry = "registry: r.example.com/culvert/";
+    assert_eq!(warnings(registry), [""; 0]);
+    render(&file("konnectivity", "Tunneling", registry), |objects| {
+        let images = objects.iter().filter_map(|object| {
+            let containers = object.value.pointer("/spec/template/spec/containers")?;
+            containers[0]["image"].as_str()
+        });
+        let images: Vec<&str> = images.collect();
+        assert!(images.len() >= 3, "{images:?}");
+        let has_registry = |image: &&str| image.starts_with("r.example.com/culvert/culvert-");
+        assert!(images.iter().all(has_registry), "{images:?}");
+    });
+}
+
+#[test]
 fn default_images_are_those_of_the_image_scripts() {
     let description = include_str!("../../../images/images.toml");
     let mut seen = 0;
@@ -454,6 +506,21 @@ fn old_tunnel_is_removed_after_the_switch_to_the_new_one() {
     let text = plan_text(Side::Konnectivity, Side::Openvpn).unwrap();
     let sidecar = r#"{"name":"konnectivity-server","$patch":"delete"}"#;
     assert!(text.contains(sidecar), "{text}");
+}
+
+#[test]
+fn plans_between_tunnels_pause_the_cluster() {
+    let id = "patch clusters.kubermatic.k8c.io abc123 --type=merge -p";
+    let commands = |from, to| -> Vec<String> {
+        let text = plan_text(from, to).unwrap();
+        let lines = text.lines().filter(|line| line.starts_with("     "));
+        let patches = lines.filter_map(|line| Some(line.split_once(id)?.1.trim().to_owned()));
+        patches.collect()
+    };
+    let pause = "'{\"spec\":{\"pause\":true}}'";
+    let end = "'{\"spec\":{\"clusterNetwork\":{\"konnectivityEnabled\":true},\"pause\":false}}'";
+    assert_eq!(commands(Side::Openvpn, Side::Konnectivity), [pause, end]);
+    assert_eq!(commands(Side::Konnectivity, Side::Openvpn), [pause]);
 }
 
 #[test]

@@ -11,6 +11,9 @@ use super::{Object, Part, Place, affinity, liveness, pod_security, resources, se
 /// Namespace of all objects.
 const NAMESPACE: &str = "kube-system";
 
+/// Memory limit of an agent, as in the chart. The buffers may use 83 MiB for each server.
+const MEMORY: &str = "256Mi";
+
 pub(super) fn objects(target: &Target<'_>) -> Vec<Object> {
     let user = |part, value| Object::new(part, Place::User, value);
     let mut objects = match target.cluster.tunnel {
@@ -30,6 +33,11 @@ fn agent(target: &Target<'_>) -> Value {
     let labels = json!({"app": "konnectivity-agent"});
     let token = format!("{AGENT_ACCOUNT}-token");
     let proxy = &target.cluster.spec.components_override.konnectivity_proxy;
+    // KKP's limit of the stock agent.
+    let memory = match target.is_stock(Program::Agent) {
+        true => "100Mi",
+        false => MEMORY,
+    };
     let container = json!({
         "name": "konnectivity-agent",
         "image": target.image(Program::Agent),
@@ -38,7 +46,7 @@ fn agent(target: &Target<'_>) -> Value {
         "args": arguments::agent(target),
         "livenessProbe": liveness(8134, 15),
         "readinessProbe": probe("/readyz"),
-        "resources": resources(proxy.resources.as_ref(), ["10m", "10Mi"], ["2", "100Mi"]),
+        "resources": resources(proxy.resources.as_ref(), ["10m", "10Mi"], ["2", memory]),
         "securityContext": security(),
         "volumeMounts": [{"name": token, "mountPath": "/var/run/secrets/tokens"}],
     });
@@ -102,7 +110,7 @@ fn openvpn_client(target: &Target<'_>) -> Value {
         "args": arguments::openvpn_client(target),
         "livenessProbe": probe("/healthz"),
         "readinessProbe": probe("/readyz"),
-        "resources": resources(None, ["10m", "10Mi"], ["2", "100Mi"]),
+        "resources": resources(None, ["10m", "10Mi"], ["2", MEMORY]),
         "securityContext": security(),
         "volumeMounts": [{"name": "certificates", "mountPath": "/etc/openvpn/certs", "readOnly": true}],
     });

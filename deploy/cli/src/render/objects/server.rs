@@ -1,7 +1,8 @@
 //! The server in the seed, and the settings of kube-apiserver.
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
+use crate::render::apiserver::{self, Apiserver};
 use crate::render::arguments::{self, FRONT_END_PORT, SOCKET_FOLDER};
 use crate::render::cluster::Tunnel;
 use crate::render::target::{OPENVPN_PORT, Program, Target};
@@ -13,10 +14,12 @@ const EGRESS_FOLDER: &str = "/etc/kubernetes/konnectivity";
 /// Folder of the client certificate with which kube-apiserver reaches a server outside of its pod.
 const CLIENT_FOLDER: &str = "/etc/kubernetes/culvert-front-end";
 
-/// Memory limit of a server with both tunnels, as in the chart. The buffers of one OpenVPN client alone may use 256 MiB.
-const OPENVPN_MEMORY: &str = "512Mi";
+/// Memory limit of the server, as in the chart. The buffers of one agent may use 96 MiB, and the buffers of an OpenVPN client 256 MiB.
+const MEMORY: &str = "512Mi";
+/// KKP's memory limit of the stock server.
+const STOCK_MEMORY: &str = "200Mi";
 
-pub(super) fn objects(target: &Target<'_>) -> Vec<Object> {
+pub(super) fn objects(target: &Target<'_>, running: Option<&Apiserver>) -> Vec<Object> {
     let seed = |part, value| Object::new(part, Place::Seed, value);
     let flags = arguments::kube_apiserver(target);
     let mut objects = vec![
@@ -36,7 +39,7 @@ pub(super) fn objects(target: &Target<'_>) -> Vec<Object> {
     }
     objects.push(Object {
         is_patch: true,
-        ..seed(Part::Server, patch(target))
+        ..seed(Part::Server, patch(target, running))
     });
     objects
 }
@@ -117,8 +120,12 @@ fn mount(name: &str, path: &str) -> Value {
     json!({"name": name, "mountPath": path, "readOnly": true})
 }
 
-/// Returns a container of the server with a memory limit.
-fn container(target: &Target<'_>, name: &str, memory: &str, mounts: Vec<Value>) -> Value {
+/// Returns a container of the server.
+fn container(target: &Target<'_>, name: &str, mounts: Vec<Value>) -> Value {
+    let memory = match target.is_stock(Program::Server) {
+        true => STOCK_MEMORY,
+        false => MEMORY,
+    };
     let port =
         |name: &str, port: u16| json!({"name": name, "containerPort": port, "protocol": "TCP"});
     let mut ports = vec![
@@ -151,9 +158,9 @@ fn container(target: &Target<'_>, name: &str, memory: &str, mounts: Vec<Value>) 
     })
 }
 
-/// Returns the patch of the Deployment of kube-apiserver. Flags cannot be merged by a patch; the part `apiserver` has
-/// them.
-fn patch(target: &Target<'_>) -> Value {
+/// Returns the patch of the Deployment of kube-apiserver. A patch cannot merge flags, so they need the `running`
+/// Deployment; the part `apiserver` lists them.
+fn patch(target: &Target<'_>, running: Option<&Apiserver>) -> Value {
     let mut volumes = vec![json!({
         "name": "kube-apiserver-egress",
         "configMap": {"name": "kube-apiserver-egress"},
@@ -168,8 +175,6 @@ fn patch(target: &Target<'_>) -> Value {
             containers.push(container(
                 target,
                 "konnectivity-server",
-                // KKP's limit.
-                "200Mi",
                 vec![socket.clone()],
             ));
             mounts.push(socket);
@@ -182,7 +187,11 @@ fn patch(target: &Target<'_>) -> Value {
             mounts.push(mount("culvert-front-end-client", CLIENT_FOLDER));
         }
     }
-    containers.push(json!({"name": "apiserver", "volumeMounts": mounts}));
+    let flags = arguments::kube_apiserver(target);
+    let mut fields = running.map_or_else(Map::new, |it| it.fields(&flags, target.apiserver_port));
+    fields.insert("name".to_owned(), json!(apiserver::CONTAINER));
+    fields.insert("volumeMounts".to_owned(), json!(mounts));
+    containers.push(Value::Object(fields));
     json!({
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -201,7 +210,7 @@ fn deployment(target: &Target<'_>) -> Value {
         mount("openvpn-client-configs", "/etc/openvpn/clients"),
         json!({"name": "state", "mountPath": "/run/culvert"}),
     ];
-    let mut container = container(target, "openvpn-server", OPENVPN_MEMORY, mounts);
+    let mut container = container(target, "openvpn-server", mounts);
     if let Some(fields) = container.as_object_mut() {
         fields.insert("securityContext".to_owned(), security());
     }

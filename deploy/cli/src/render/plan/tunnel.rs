@@ -55,21 +55,16 @@ fn forbid(target: &Target<'_>, seed: &str, user: &str) -> String {
 pub(super) fn patch_apiserver(target: &Target<'_>, file: &str, values: &str) -> Vec<String> {
     let namespace = &target.namespace;
     vec![
-        format!("culvert render {file} {values} --part=server --part=apiserver --part=egress --output-dir=rendered"),
+        format!("{SEED} -n {namespace} get deployment apiserver -o yaml > apiserver.yaml"),
+        format!(
+            "culvert render {file} {values} --part=server --part=apiserver --part=egress --apiserver=apiserver.yaml --output-dir=rendered"
+        ),
         format!("{SEED} apply -f rendered/seed-egress.yaml -f rendered/seed-apiserver.yaml"),
-        "# put the flags of rendered/seed-apiserver.yaml into the arguments of kube-apiserver in rendered/seed-server-patch.yaml, and the value of --secure-port into its probes".to_owned(),
-        format!("{SEED} -n {namespace} patch deployment apiserver --patch-file rendered/seed-server-patch.yaml"),
+        format!(
+            "{SEED} -n {namespace} patch deployment apiserver --patch-file rendered/seed-server-patch.yaml"
+        ),
         format!("{SEED} -n {namespace} rollout status deployment apiserver"),
     ]
-}
-
-/// Returns the commands that undo [`patch_apiserver`]. The egress file is not part of the Deployment's history.
-fn restore_apiserver(target: &Target<'_>, file: &str, values: &str) -> String {
-    let deployment = format!("{SEED} -n {} rollout", target.namespace);
-    format!(
-        "{}; {deployment} undo deployment apiserver; {deployment} status deployment apiserver",
-        apply(file, values, &["egress"], SEED)
-    )
 }
 
 /// Returns the command that saves a Deployment for [`put_back`]. A step that is repeated keeps the first file.
@@ -148,6 +143,18 @@ fn status(target: &Target<'_>) -> String {
     )
 }
 
+/// Returns the command that writes fields into the specification of KKP's object.
+fn patch_cluster(target: &Target<'_>, fields: &str) -> String {
+    let id = target.namespace.strip_prefix("cluster-");
+    let id = id.unwrap_or(&target.namespace);
+    format!(
+        "{SEED} patch clusters.kubermatic.k8c.io {id} --type=merge -p '{{\"spec\":{{{fields}}}}}'"
+    )
+}
+
+const PAUSE: &str = "\"pause\":true";
+const NO_PAUSE: &str = "\"pause\":false";
+
 pub(super) fn to_konnectivity(target: &Target<'_>, file: &str) -> Vec<Step> {
     let namespace = &target.namespace;
     let new = "--tunnel=konnectivity";
@@ -160,6 +167,12 @@ pub(super) fn to_konnectivity(target: &Target<'_>, file: &str) -> Vec<Step> {
     let remove_agents = format!("{USER} -n kube-system delete deployment,pdb konnectivity-agent");
     let (before, front_end, sidecars) = ("before", "before-front-end", "before-sidecars");
     vec![
+        Step::new(
+            "Pause the cluster, if KKP manages it: KKP's controllers would undo the next steps.",
+            &[patch_cluster(target, PAUSE)],
+            "",
+            patch_cluster(target, NO_PAUSE),
+        ),
         Step::new(
             "Run the OpenVPN server as a server with both tunnels. Skip this step if it does already.",
             &[
@@ -231,6 +244,7 @@ pub(super) fn to_konnectivity(target: &Target<'_>, file: &str) -> Vec<Step> {
                 switch(target, "prefer-konnectivity"),
                 "# check that kubectl logs and exec work".to_owned(),
                 switch(target, "konnectivity"),
+                "# a new pod of openvpn-server begins with OpenVPN again: repeat this step then".to_owned(),
             ],
             "",
             switch(target, "openvpn"),
@@ -289,13 +303,32 @@ pub(super) fn to_konnectivity(target: &Target<'_>, file: &str) -> Vec<Step> {
             },
             "run the plan from konnectivity to openvpn",
         ),
+        Step::new(
+            "End the pause, if KKP manages the cluster. KKP then applies its own objects and removes the rest of OpenVPN.",
+            &[
+                "# the registry that KKP uses must have our images under the stock names (docs/install.md); otherwise KKP returns to the stock programs".to_owned(),
+                patch_cluster(
+                    target,
+                    &format!("\"clusterNetwork\":{{\"konnectivityEnabled\":true}},{NO_PAUSE}"),
+                ),
+            ],
+            "what differs from KKP's objects: kube-apiserver and the agents",
+            patch_cluster(target, PAUSE),
+        ),
     ]
 }
 
 pub(super) fn to_openvpn(target: &Target<'_>, file: &str) -> Vec<Step> {
     let namespace = &target.namespace;
     let new = "--tunnel=openvpn";
+    let before = "before";
     vec![
+        Step::new(
+            "Pause the cluster as long as it uses OpenVPN, if KKP manages it: KKP supports no cluster without Konnectivity.",
+            &[patch_cluster(target, PAUSE)],
+            "",
+            patch_cluster(target, NO_PAUSE),
+        ),
         Step::new(
             "Issue the certificates of the OpenVPN tunnel and of the front end, and create their Secrets.",
             &[apply(file, new, &["certificates"], SEED)],
@@ -350,9 +383,17 @@ pub(super) fn to_openvpn(target: &Target<'_>, file: &str) -> Vec<Step> {
         ),
         Step::new(
             "Let kube-apiserver use the OpenVPN server.",
-            &patch_apiserver(target, file, new),
+            &[
+                vec![save(namespace, "apiserver", before)],
+                patch_apiserver(target, file, new),
+            ]
+            .concat(),
             "kube-apiserver, one pod after the other; connections of a stopped pod end",
-            restore_apiserver(target, file, "--tunnel=konnectivity"),
+            format!(
+                "{}; {}",
+                apply(file, "--tunnel=konnectivity", &["egress"], SEED),
+                put_back(namespace, "apiserver", before)
+            ),
         ),
         Step::new(
             "Remove the servers beside kube-apiserver and the agents.",

@@ -1,0 +1,151 @@
+//! The running Deployment of kube-apiserver, and the part of a patch that changes its arguments. A patch replaces a list
+//! of arguments as a whole, so the patch has all of them.
+
+use anyhow::Context as _;
+use serde_json::{Map, Value, json};
+
+/// Name of the container in the Deployment.
+pub(super) const CONTAINER: &str = "apiserver";
+
+const PROBES: [&str; 3] = ["livenessProbe", "readinessProbe", "startupProbe"];
+
+/// The container of kube-apiserver.
+pub(super) struct Apiserver {
+    args: Vec<String>,
+    /// Fields of the probes by HTTP.
+    probes: Vec<&'static str>,
+}
+
+impl Apiserver {
+    /// Parses a Deployment in YAML or JSON.
+    ///
+    /// # Errors
+    /// Fails without a container `apiserver` that has arguments.
+    pub(super) fn parse(text: &str) -> anyhow::Result<Self> {
+        let object: Value = serde_saphyr::from_str(text)?;
+        let containers = object.pointer("/spec/template/spec/containers");
+        let mut containers = containers.and_then(Value::as_array).into_iter().flatten();
+        let container = containers
+            .find(|container| container.pointer("/name").and_then(Value::as_str) == Some(CONTAINER))
+            .with_context(|| format!("no Deployment with a container {CONTAINER:?}"))?;
+        let args = container.pointer("/args").and_then(Value::as_array);
+        let args = args.into_iter().flatten().filter_map(Value::as_str);
+        let args: Vec<String> = args.map(str::to_owned).collect();
+        anyhow::ensure!(
+            !args.is_empty(),
+            "the container {CONTAINER:?} has no `args`; flags in `command` cannot be changed by a patch of the arguments"
+        );
+        let probe = |name: &&str| container.pointer(&format!("/{name}/httpGet")).is_some();
+        Ok(Self {
+            args,
+            probes: PROBES.into_iter().filter(probe).collect(),
+        })
+    }
+
+    /// Returns the fields of the container with `flags` in place of the flags of the same names, and `port` in the probes.
+    pub(super) fn fields(&self, flags: &[String], port: u16) -> Map<String, Value> {
+        let mut fields = Map::new();
+        fields.insert("args".to_owned(), json!(self.merged(flags)));
+        for probe in &self.probes {
+            fields.insert((*probe).to_owned(), json!({"httpGet": {"port": port}}));
+        }
+        fields
+    }
+
+    /// Returns the arguments, with `flags` in place of all flags of the same names. A value may be part of its argument, or the
+    /// next argument.
+    fn merged(&self, flags: &[String]) -> Vec<String> {
+        let name = |flag: &str| flag.split('=').next().unwrap_or_default().to_owned();
+        let replaced: Vec<String> = flags.iter().map(|flag| name(flag)).collect();
+        let mut merged = Vec::new();
+        let mut args = self.args.iter().peekable();
+        while let Some(arg) = args.next() {
+            if !replaced.contains(&name(arg)) {
+                merged.push(arg.clone());
+            } else if !arg.contains('=') {
+                args.next_if(|next| !next.starts_with("--"));
+            }
+        }
+        merged.extend_from_slice(flags);
+        merged
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    const DEPLOYMENT: &str = "
+spec:
+  template:
+    spec:
+      containers:
+      - name: openvpn-client
+        args: [--secure-port=1]
+      - name: apiserver
+        args:
+        - --etcd-servers
+        - https://etcd-0:2379,https://etcd-1:2379
+        - --secure-port
+        - '31000'
+        - --service-account-issuer=https://old:31000
+        - --service-account-issuer=https://older:31000
+        - --enable-aggregator-routing
+        - --profiling=false
+        livenessProbe: {httpGet: {path: /livez, port: 31000, scheme: HTTPS}}
+        readinessProbe: {exec: {command: [test]}}
+";
+
+    fn flags(list: &[&str]) -> Vec<String> {
+        list.iter().map(|flag| (*flag).to_owned()).collect()
+    }
+
+    #[test]
+    fn patch_keeps_all_other_arguments() {
+        let apiserver = Apiserver::parse(DEPLOYMENT).unwrap();
+        let new = flags(&[
+            "--secure-port=6443",
+            "--service-account-issuer=https://new:6443",
+            "--egress-selector-config-file=/egress.yaml",
+        ]);
+        let fields = apiserver.fields(&new, 6443);
+        let expected = json!({
+            "args": [
+                "--etcd-servers",
+                "https://etcd-0:2379,https://etcd-1:2379",
+                "--enable-aggregator-routing",
+                "--profiling=false",
+                "--secure-port=6443",
+                "--service-account-issuer=https://new:6443",
+                "--egress-selector-config-file=/egress.yaml",
+            ],
+            "livenessProbe": {"httpGet": {"port": 6443}},
+        });
+        assert_eq!(Value::Object(fields), expected);
+    }
+
+    #[test]
+    fn replaced_switch_keeps_the_next_flag() {
+        let text = DEPLOYMENT.replace("--enable-aggregator-routing", "--allow-privileged");
+        let apiserver = Apiserver::parse(&text).unwrap();
+        let merged = apiserver.merged(&flags(&["--allow-privileged=true"]));
+        assert!(
+            merged.contains(&"--profiling=false".to_owned()),
+            "{merged:?}"
+        );
+        assert!(
+            !merged.contains(&"--allow-privileged".to_owned()),
+            "{merged:?}"
+        );
+    }
+
+    #[test]
+    fn other_objects_are_refused() {
+        let refusal = |text: &str| Apiserver::parse(text).err().unwrap().to_string();
+        assert!(refusal("kind: ConfigMap").starts_with("no Deployment with a container"));
+        let text = DEPLOYMENT.replace("        args:\n", "        command:\n");
+        assert!(refusal(&text).contains("has no `args`"));
+    }
+}
