@@ -62,8 +62,8 @@ const PERSISTENCE: Duration = Duration::from_secs(60);
 /// Largest gap between probes if the announced number does not follow the servers.
 pub(crate) const PROBE_CAP: Duration = Duration::from_secs(12);
 
-/// Gap between probes if the announced number follows the servers, and the largest gap while all announced servers are connected, but fewer
-/// servers than before a loss.
+/// Gap between probes if the announced number follows the servers. Without `--sync-forever`, also the largest gap while
+/// all announced servers are connected, but fewer servers than before a loss.
 pub(crate) const SLOW_GAP: Duration = Duration::from_secs(600);
 
 /// Configuration of a search.
@@ -265,6 +265,8 @@ impl Search {
         } else if now.duration_since(self.news) >= PERSISTENCE {
             let longest = match view.connected < view.announced {
                 true => cap,
+                // Without the loss, the agent would probe.
+                false if self.policy.forever => PROBE_CAP,
                 false => SLOW_GAP,
             };
             self.gap = self.gap.mul_f64(BACKOFF_FACTOR).min(longest.max(interval));

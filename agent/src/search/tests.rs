@@ -349,6 +349,20 @@ fn smaller_number_is_accepted_in_the_end() {
 }
 
 #[test]
+fn sync_forever_soon_finds_a_server_that_returns_after_a_long_time() {
+    let found = over_seeds(|seed| {
+        let mut world = World::settled(FOREVER, seed, 3);
+        // The announced number is smaller than the number of servers.
+        world.announce(2);
+        world.lose(0);
+        world.pass(HOUR);
+        world.serve(100, 2);
+        world.until_connected(3)
+    });
+    assert!(found[0] <= 60 * SECOND, "{found:?}");
+}
+
+#[test]
 fn failures_pause_as_in_upstream() {
     let mut world = World::new(DEFAULT, 1, 0);
     world.pass(60 * SECOND);
