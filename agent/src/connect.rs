@@ -75,6 +75,8 @@ pub(crate) enum Reached {
         server_id: String,
         /// Announced number of servers.
         server_count: i64,
+        /// True if the server pushes changes of the number of servers.
+        pushes_count: bool,
     },
 }
 
@@ -379,6 +381,7 @@ impl Connector {
             return Ok(Reached::Connected {
                 server_id,
                 server_count,
+                pushes_count,
             });
         }
         let inbound = Arc::new(Inbound::default());

@@ -115,6 +115,14 @@ impl ServerCount {
 }
 
 #[cfg(test)]
+impl ServerCount {
+    /// Creates a count without leases.
+    pub(crate) fn of_announcements() -> Self {
+        Self::with(Source::Announced, Gauge::noop())
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use futures_util::FutureExt as _;
 

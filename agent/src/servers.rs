@@ -42,7 +42,8 @@ struct Server {
     stream: Stream,
     /// Number of servers in the latest answer to an introduction.
     count: i64,
-    /// True if the server pushes changes of the number.
+    /// True if the server pushes changes of the number, by its latest answer. A server that has just started may not
+    /// know the leases yet, and pushes later.
     pushes: bool,
     /// Handle of a link that may resume.
     session: Option<Arc<Session<Tls>>>,
@@ -173,7 +174,7 @@ impl Servers {
         let run = {
             let mut table = self.table.lock();
             if let Some(server) = table.get_mut(&server_id) {
-                server.count = server_count;
+                (server.count, server.pushes) = (server_count, pushes_count);
                 self.leave(transport);
                 return Outcome::Duplicate;
             }
@@ -314,9 +315,9 @@ impl Servers {
     }
 
     /// Accounts for an answer of a connected server.
-    fn duplicate(&self, server_id: &str, server_count: i64) -> Outcome {
+    fn duplicate(&self, server_id: &str, server_count: i64, pushes_count: bool) -> Outcome {
         if let Some(server) = self.table.lock().get_mut(server_id) {
-            server.count = server_count;
+            (server.count, server.pushes) = (server_count, pushes_count);
         }
         Outcome::Duplicate
     }
@@ -398,7 +399,8 @@ fn ended(
         Ok(Reached::Connected {
             server_id,
             server_count,
-        }) => servers.duplicate(&server_id, server_count),
+            pushes_count,
+        }) => servers.duplicate(&server_id, server_count, pushes_count),
         Err(error) => {
             let text = error.to_string();
             // Repeated failures with the same text are logged once.
@@ -421,4 +423,54 @@ fn ended(
         last_failure.clear();
     }
     outcome
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::time::Duration;
+
+    use culvert_host::net::destinations::Destinations;
+    use culvert_konnectivity::excess::OverflowBudget;
+    use metrics::Gauge;
+
+    use super::*;
+    use crate::agent::Limits;
+    use crate::metrics::AgentMetrics;
+
+    /// Returns the servers of an agent that is connected to the native server `id`, which did not push its number.
+    fn connected_to(id: &str) -> Arc<Servers> {
+        let limits = Limits {
+            connection_bytes: 1,
+            stall: Duration::from_secs(1),
+            excess: OverflowBudget::new(1, Gauge::noop(), Gauge::noop()),
+        };
+        let (metrics, stop) = (AgentMetrics::new().unwrap(), CancellationToken::new());
+        let destinations = Destinations::of_agent();
+        let agent = Agent::new(Arc::new(metrics), stop.clone(), limits, destinations);
+        let server = Server {
+            stream: Stream::Native(NativeServer::new(agent.clone(), Arc::default(), stop)),
+            count: 1,
+            pushes: false,
+            session: None,
+            via: None,
+        };
+        let servers = Servers::new(agent);
+        servers.table.lock().insert(id.to_owned(), server);
+        servers
+    }
+
+    #[test]
+    fn number_of_a_server_that_begins_to_push_follows_the_servers() {
+        let (servers, count) = (connected_to("a"), ServerCount::of_announcements());
+        assert!(!servers.view(&count).follows);
+        servers.duplicate("a", 2, true);
+        let expected = View {
+            connected: 1,
+            announced: 2,
+            follows: true,
+        };
+        assert_eq!(servers.view(&count), expected);
+    }
 }
