@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::time::Duration;
 
 use culvert_host::net::loss::Packets;
 use culvert_host::net::readahead::ReadAhead;
@@ -13,9 +14,14 @@ use parking_lot::Mutex;
 use socket2::SockRef;
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
+use tokio::time::sleep;
 use tokio_rustls::client::TlsStream;
 
 use crate::metrics::AgentMetrics;
+
+/// Time after which a server that is away counts as disconnected: the same as for an agent at its server. A shorter time
+/// would make the readiness of the agent flap with each break.
+const AWAY_PATIENCE: Duration = Duration::from_secs(5);
 
 /// TLS connection that carries HTTP/2.
 pub(crate) type Tls = TlsStream<ReadAhead<TcpStream>>;
@@ -39,12 +45,19 @@ pub(crate) struct LinkSocket {
     socket: Option<OwnedFd>,
     generation: u64,
     replaced: Arc<Notify>,
+    /// True while the server is also connected over QUIC.
+    has_quic: bool,
 }
 
 /// Counts a server as away until its link resumes, or until the value is dropped.
 pub(crate) struct Absence {
     gauge: Gauge,
     away: Option<GaugeGuard>,
+}
+
+/// Returns true if the link broke [`AWAY_PATIENCE`] ago, or earlier, and has not resumed yet.
+pub(crate) fn is_gone<T>(session: &Session<T>) -> bool {
+    session.away_for().is_some_and(|away| away >= AWAY_PATIENCE)
 }
 
 // === impl LinkSocket ===
@@ -56,6 +69,7 @@ impl LinkSocket {
             socket: Some(socket),
             generation: 0,
             replaced: Arc::default(),
+            has_quic: false,
         }
     }
 
@@ -82,6 +96,16 @@ impl LinkSocket {
         self.socket = None;
     }
 
+    /// Records the start or the end of a QUIC link to the server.
+    pub(crate) fn set_quic(&mut self, has_quic: bool) {
+        self.has_quic = has_quic;
+    }
+
+    /// Returns true if the server is also connected over QUIC.
+    pub(crate) fn has_quic(&self) -> bool {
+        self.has_quic
+    }
+
     /// Returns the counters of the socket, and its generation: the counters of two sockets cannot be compared.
     pub(crate) fn packets(&self) -> Option<(u64, Packets)> {
         let packets = Packets::of_tcp(self.socket.as_ref()?)?;
@@ -105,8 +129,9 @@ impl Absence {
         self.away.is_some()
     }
 
-    /// Follows the state of a link, and calls `changed` after each change of [`Absence::is_away`]. Never ends. Cancel safe.
-    pub(crate) async fn follow(&mut self, session: Option<&Session<Tls>>, changed: impl Fn()) {
+    /// Follows the state of a link, and calls `changed` after each change of [`Absence::is_away`] and of [`is_gone`]. Never
+    /// ends. Cancel safe.
+    pub(crate) async fn follow<T>(&mut self, session: Option<&Session<T>>, changed: impl Fn()) {
         let Some(session) = session else {
             return std::future::pending().await;
         };
@@ -124,8 +149,18 @@ impl Absence {
                 }
                 _ => {}
             }
-            if state.changed().await.is_err() {
-                return std::future::pending().await;
+            let is_away = self.away.is_some();
+            let patience = async {
+                match is_away {
+                    true => sleep(AWAY_PATIENCE).await,
+                    false => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                next = state.changed() => if next.is_err() {
+                    return std::future::pending().await;
+                },
+                () = patience => changed(),
             }
         }
     }
@@ -137,7 +172,9 @@ mod tests {
 
     use std::net::{TcpListener, TcpStream};
 
+    use culvert_native::resume::ResumableIo;
     use futures_util::FutureExt as _;
+    use tokio::io::AsyncReadExt as _;
 
     use super::*;
 
@@ -155,5 +192,23 @@ mod tests {
         assert_eq!(replaced.notified().now_or_never(), Some(()));
         link.close();
         assert_eq!(link.server(), None);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn server_is_gone_after_it_was_away_for_five_seconds() {
+        let (near, far) = tokio::io::duplex(64);
+        let mut link = ResumableIo::opening(near, Arc::default(), Duration::from_secs(60));
+        let session = link.session();
+        let mut absence = Absence::new(&AgentMetrics::new().unwrap());
+        assert!(!is_gone(session.as_ref()));
+        drop(far);
+        let changes = Mutex::new(Vec::new());
+        let mut byte = [0; 1];
+        tokio::select! {
+            _ = link.read(&mut byte) => panic!("the link has ended"),
+            () = absence.follow(Some(session.as_ref()), || changes.lock().push(is_gone(session.as_ref()))) => {}
+            () = sleep(AWAY_PATIENCE + Duration::from_secs(1)) => {}
+        }
+        assert_eq!(*changes.lock(), [false, true]);
     }
 }

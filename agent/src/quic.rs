@@ -181,7 +181,9 @@ impl Second {
                         last_error.clear();
                         others = OTHER_SERVERS;
                         path.lock().new_link();
+                        socket.lock().set_quic(true);
                         let cause = probe.carry(&agent, open, &path, &socket, &ended).await;
+                        socket.lock().set_quic(false);
                         info!(cause, "the QUIC link has ended");
                         if since.elapsed() >= LASTING {
                             pause = FIRST_PAUSE;

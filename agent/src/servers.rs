@@ -18,7 +18,7 @@ use crate::addresses::Via;
 use crate::agent::Agent;
 use crate::config::Config;
 use crate::connect::{ConnectError, Connected, Connector, Reached, Transport};
-use crate::link::{Absence, ResumableLink, Tls};
+use crate::link::{Absence, ResumableLink, SharedSocket, Tls, is_gone};
 use crate::metrics::{AttemptOutcome, ResumeOutcome, ServerDirection};
 use crate::native::{NativeServer, Notices};
 use crate::packet::ServerStream;
@@ -47,6 +47,8 @@ struct Server {
     pushes: bool,
     /// Handle of a link that may resume.
     session: Option<Arc<Session<Tls>>>,
+    /// Socket of the link, which knows the QUIC link; `None` if the server offers no QUIC.
+    socket: Option<SharedSocket>,
     /// Address of the server, if known.
     via: Option<Via>,
 }
@@ -85,6 +87,16 @@ impl Server {
             .is_some_and(|session| session.is_away())
     }
 
+    /// Returns true unless the server has been away for long, over TCP and QUIC.
+    fn is_present(&self) -> bool {
+        let is_gone = self.session.as_deref().is_some_and(is_gone);
+        !is_gone
+            || self
+                .socket
+                .as_ref()
+                .is_some_and(|socket| socket.lock().has_quic())
+    }
+
     /// Returns the announced number of servers.
     fn announced(&self) -> i64 {
         self.notices().servers.unwrap_or(self.count)
@@ -104,9 +116,9 @@ impl Servers {
         })
     }
 
-    /// Returns the number of connected servers.
+    /// Returns the number of connected servers. A server whose link broke a moment ago counts.
     pub(crate) fn count(&self) -> usize {
-        self.table.lock().len()
+        present(&self.table.lock())
     }
 
     /// Requests that every server prefer other agents.
@@ -179,6 +191,7 @@ impl Servers {
                 return Outcome::Duplicate;
             }
             let agent = self.agent.clone();
+            let socket = second.as_ref().map(|second| second.socket.clone());
             if let Some(second) = second {
                 let cuts = self.cuts(&server_id);
                 let run = second.run(agent.clone(), cuts, ended.clone());
@@ -214,6 +227,7 @@ impl Servers {
                 count: server_count,
                 pushes: pushes_count,
                 session,
+                socket,
                 via,
             };
             table.insert(server_id.clone(), server);
@@ -291,7 +305,7 @@ impl Servers {
             ended = server.clone().run(taker) => (ended, false),
             reason = kept => (Err(reason), true),
             () = server.on_notices(|| self.changes.notify_one()) => (Err("the notices ended".into()), false),
-            () = absence.follow(session.as_deref(), || self.changes.notify_one()) => (Err("the watch ended".into()), false),
+            () = absence.follow(session.as_deref(), || self.link_changed()) => (Err("the watch ended".into()), false),
         };
         if absence.is_away() && !is_given_up && !self.agent.shutdown.is_cancelled() {
             let resumes = &self.agent.metrics.resumes;
@@ -302,6 +316,12 @@ impl Servers {
             self.agent.tasks.spawn(farewell);
         }
         ended
+    }
+
+    /// Accounts for a change of a link.
+    fn link_changed(&self) {
+        self.report(&self.table.lock());
+        self.changes.notify_one();
     }
 
     /// Accounts for a link that broke or resumed.
@@ -324,8 +344,12 @@ impl Servers {
 
     fn report(&self, table: &HashMap<String, Server>) {
         let gauge = &self.agent.metrics.open_server_connections;
-        gauge.set(table.len() as f64);
+        gauge.set(present(table) as f64);
     }
+}
+
+fn present(table: &HashMap<String, Server>) -> usize {
+    table.values().filter(|server| server.is_present()).count()
 }
 
 // === impl Sync ===
@@ -454,6 +478,7 @@ mod tests {
             count: 1,
             pushes: false,
             session: None,
+            socket: None,
             via: None,
         };
         let servers = Servers::new(agent);
