@@ -175,6 +175,7 @@ struct BoundedFile {
     max_bytes: Option<u64>,
     /// Set if the last write stopped inside a line.
     torn: bool,
+    /// True if the current failure was explained.
     explained: bool,
 }
 
@@ -206,6 +207,7 @@ impl BoundedFile {
             .write_all(line)
             .inspect_err(|_| self.torn = true)?;
         self.size = self.size.saturating_add(len);
+        self.explained = false;
         Ok(())
     }
 
@@ -223,7 +225,7 @@ impl BoundedFile {
         Ok(())
     }
 
-    /// Returns the message for the operator at the first failure, and `None` at every later failure.
+    /// Returns the message for the operator at the first failure after a success, and `None` at every later failure.
     fn explain_once(&mut self, error: &io::Error) -> Option<String> {
         if self.explained {
             return None;

@@ -295,6 +295,28 @@ fn logging_survives_a_deleted_folder_and_resumes_in_a_new_one() {
 }
 
 #[test]
+fn failure_after_a_success_is_explained_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().join("logs");
+    std::fs::create_dir(&folder).unwrap();
+    let mut config = with_file(&folder.join("program.log"));
+    // Each line but the first begins a new file.
+    config.file.as_mut().unwrap().max_bytes = Some(6);
+    let stderr = logged(&config, || {
+        info!("a");
+        for _ in 0..2 {
+            std::fs::remove_dir_all(&folder).unwrap();
+            info!("b");
+            info!("c");
+            std::fs::create_dir(&folder).unwrap();
+            info!("d");
+        }
+    });
+    let explained = stderr.matches("cannot write the log file").count();
+    assert_eq!(explained, 2, "{stderr}");
+}
+
+#[test]
 fn unopenable_log_file_is_an_error_at_startup() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("absent/program.log");
