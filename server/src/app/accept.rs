@@ -195,6 +195,10 @@ pub(super) async fn serve_quic(
             error!(
                 "the UDP socket failed: no new QUIC links until a restart; TCP carries all connections"
             );
+            // Agents that connect from now on do not try in vain.
+            if let Some(links) = &agents.second_links {
+                links.close();
+            }
             context.shutdown.cancelled().await;
             break;
         };

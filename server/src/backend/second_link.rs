@@ -1,7 +1,7 @@
 //! The QUIC links of native agents. An agent adds a link to its TCP connection by a session.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
 use culvert_native::quic::link::Link;
@@ -19,6 +19,8 @@ pub(crate) const MAX_CONNECTIONS: usize = 4;
 pub(crate) struct SecondLinks {
     /// Announcement of the port for QUIC.
     port: HeaderValue,
+    /// True once no new QUIC connection is possible.
+    is_closed: AtomicBool,
     table: Mutex<HashMap<u128, Weak<SecondLink>>>,
 }
 
@@ -63,11 +65,17 @@ impl SecondLinks {
         };
         Arc::new(Self {
             port,
+            is_closed: AtomicBool::new(false),
             table: Mutex::default(),
         })
     }
 
-    /// Prepares the second link of an agent, and announces its session in the server's answer.
+    /// Stops the announcements: the UDP socket has failed.
+    pub(crate) fn close(&self) {
+        self.is_closed.store(true, Ordering::Relaxed);
+    }
+
+    /// Prepares the second link of an agent, and announces its session in the server's answer, unless the table is closed.
     pub(crate) fn begin(self: &Arc<Self>, owner: &Owner, answer: &mut HeaderMap) -> Offered {
         let id = rand::random();
         let retired = CancellationToken::new();
@@ -80,8 +88,10 @@ impl SecondLinks {
             connections: AtomicUsize::new(0),
         });
         self.table.lock().insert(id, Arc::downgrade(&link));
-        answer.insert(PORT_HEADER, self.port.clone());
-        if let Ok(id) = HeaderValue::try_from(format!("{id:032x}")) {
+        if !self.is_closed.load(Ordering::Relaxed)
+            && let Ok(id) = HeaderValue::try_from(format!("{id:032x}"))
+        {
+            answer.insert(PORT_HEADER, self.port.clone());
             answer.insert(SESSION_HEADER, id);
         }
         Offered {
@@ -209,6 +219,15 @@ mod tests {
         assert!(second.retired.is_cancelled() && links.of(&answer).is_none());
         drop((second, found));
         assert!(links.table.lock().is_empty());
+    }
+
+    #[test]
+    fn closed_table_announces_no_session() {
+        let links = SecondLinks::new(8443, 8091);
+        links.close();
+        let mut answer = HeaderMap::new();
+        let _offered = links.begin(&owner(), &mut answer);
+        assert!(answer.is_empty(), "{answer:?}");
     }
 
     #[test]
