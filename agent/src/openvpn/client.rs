@@ -1,5 +1,6 @@
 //! The search for an OpenVPN server: tries all remotes in turn, forever, with growing pauses.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -109,9 +110,10 @@ impl Client {
         let (mut turn, mut failures) = (0_usize, 0_u32);
         let mut told = String::new();
         while let Some(remote) = remotes.get(turn % remotes.len().max(1)) {
+            let round = turn / remotes.len().max(1);
             let span = info_span!("openvpn", remote = %remote);
             let attempt = async {
-                let attempt = self.attempt(remote, &stop).await?;
+                let attempt = self.attempt(remote, round, &stop).await?;
                 attempt.tell(&mut told);
                 Some(attempt)
             };
@@ -138,8 +140,14 @@ impl Client {
         }
     }
 
-    /// Tries one server and runs the resulting session. Returns `None` after a shutdown.
-    async fn attempt(&self, remote: &Remote, stop: &CancellationToken) -> Option<Attempt> {
+    /// Tries one server and runs the resulting session. `round` is the number of earlier rounds through all servers. Returns
+    /// `None` after a shutdown.
+    async fn attempt(
+        &self,
+        remote: &Remote,
+        round: usize,
+        stop: &CancellationToken,
+    ) -> Option<Attempt> {
         // Keys and passwords are read again for each session, and certificates are the latest ones.
         let config = match self.session_config(remote.transport) {
             Ok(config) => config,
@@ -154,7 +162,7 @@ impl Client {
                 Ok::<_, String>(match remote.transport {
                     Transport::Tcp => Link::tcp(tcp(remote, limit).await?, session(), mtu, role),
                     Transport::Udp => {
-                        let link = Link::udp(udp(remote, limit).await?, session(), role);
+                        let link = Link::udp(udp(remote, limit, round).await?, session(), role);
                         link.map_err(|error| error.to_string())?
                     }
                 })
@@ -250,13 +258,13 @@ async fn tcp(remote: &Remote, limit: Duration) -> Result<tokio::net::TcpStream, 
 }
 
 /// Creates a socket that receives datagrams only from this server.
-async fn udp(remote: &Remote, limit: Duration) -> Result<UdpSocket, String> {
+async fn udp(remote: &Remote, limit: Duration, round: usize) -> Result<UdpSocket, String> {
     let host = &remote.host;
     let found = timeout(limit, tokio::net::lookup_host((host.as_str(), remote.port))).await;
     let found = found.map_err(|_| format!("lookup {host}: timed out"))?;
     let found = found.map_err(|error| format!("lookup {host}: {error}"))?;
     let mut last = format!("lookup {host}: no such host");
-    for address in found {
+    for address in in_turn(found.collect(), round) {
         let any = match address.is_ipv4() {
             true => "0.0.0.0:0",
             false => "[::]:0",
@@ -274,6 +282,14 @@ async fn udp(remote: &Remote, limit: Duration) -> Result<UdpSocket, String> {
         }
     }
     Err(last)
+}
+
+/// Returns the addresses in the order for a round. A UDP socket connects to every address with a route, so each round starts
+/// with the next address, as in the stock client.
+fn in_turn(mut found: Vec<SocketAddr>, round: usize) -> Vec<SocketAddr> {
+    let first = round % found.len().max(1);
+    found.rotate_left(first);
+    found
 }
 
 #[cfg(test)]

@@ -14,6 +14,16 @@ fn pauses_double_with_each_round() {
 }
 
 #[test]
+fn each_round_starts_with_the_next_address_of_a_name() {
+    let address = |last: u8| SocketAddr::from(([192, 0, 2, last], 1194));
+    let order = |round| in_turn([1, 2, 3].map(address).to_vec(), round);
+    assert_eq!(order(0), [1, 2, 3].map(address));
+    assert_eq!(order(1), [2, 3, 1].map(address));
+    assert_eq!(order(5), [3, 1, 2].map(address));
+    assert!(in_turn(Vec::new(), 1).is_empty());
+}
+
+#[test]
 fn reason_of_the_end_selects_the_next_attempt() {
     let ended = |ended| LinkEnd::Session(ended);
     let lived = Some(Duration::from_secs(60));
