@@ -5,6 +5,7 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use std::time::Duration;
 
 use culvert_host::net::congestion::congestion;
+use culvert_host::telemetry::log_once::LogOnce;
 use culvert_host::tls;
 use culvert_native::hello;
 use culvert_native::resume::{self, Attached, Base, EXPORTER_LABEL, ResumeAnswer, State};
@@ -117,7 +118,7 @@ where
 {
     let mut attempts = FuturesUnordered::new();
     let (mut next, mut pause, mut quick) = (Instant::now(), FIRST_PAUSE, QUICK_ATTEMPTS);
-    let mut failure = String::new();
+    let mut failures = LogOnce::default();
     loop {
         let reached = tokio::select! {
             () = sleep_until(next) => {
@@ -170,11 +171,10 @@ where
             }
             Ok(Err(error)) => {
                 let text = error.to_string();
-                match text == failure {
-                    true => debug!(error = text, "still cannot resume the link to the server"),
-                    false => warn!(error = text, "cannot resume the link to the server"),
+                match failures.is_new(&text) {
+                    true => warn!(error = text, "cannot resume the link to the server"),
+                    false => debug!(error = text, "still cannot resume the link to the server"),
                 }
-                failure = text;
             }
             Err(_) => debug!("an attempt to resume the link to the server timed out"),
         }

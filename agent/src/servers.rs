@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use culvert_host::telemetry::log_once::LogOnce;
 use culvert_native::link::Taker;
 use culvert_native::resume::Session;
 use futures_util::future::Either;
@@ -66,7 +67,7 @@ pub(crate) struct Sync {
     connector: Arc<Connector>,
     search: Search,
     count: Arc<ServerCount>,
-    last_failure: String,
+    failures: LogOnce,
 }
 
 // === impl Server ===
@@ -372,7 +373,7 @@ impl Sync {
             connector: Arc::new(connector),
             search: Search::new(policy, rand::random(), Instant::now()),
             count,
-            last_failure: String::new(),
+            failures: LogOnce::default(),
         }
     }
 
@@ -400,8 +401,12 @@ impl Sync {
             };
             tokio::select! {
                 Some(result) = attempts.next() => {
-                    let outcome = ended(servers, connector, result, &mut self.last_failure);
-                    self.search.ended(Instant::now(), outcome, servers.view(count));
+                    let outcome = ended(servers, connector, result, &mut self.failures);
+                    let view = servers.view(count);
+                    if is_over(outcome, view) {
+                        self.failures.has_recovered();
+                    }
+                    self.search.ended(Instant::now(), outcome, view);
                 }
                 () = wake => {}
                 () = servers.changes.notified() => {}
@@ -416,7 +421,7 @@ fn ended(
     servers: &Arc<Servers>,
     connector: &Arc<Connector>,
     result: Result<Reached, ConnectError>,
-    last_failure: &mut String,
+    failures: &mut LogOnce,
 ) -> Outcome {
     let outcome = match result {
         Ok(Reached::New(connected)) => servers.add(connector, *connected),
@@ -427,12 +432,9 @@ fn ended(
         }) => servers.duplicate(&server_id, server_count, pushes_count),
         Err(error) => {
             let text = error.to_string();
-            // Repeated failures with the same text are logged once.
-            if text == *last_failure {
-                debug!(error = text, "still cannot connect");
-            } else {
-                warn!(error = text, "cannot connect, trying again");
-                *last_failure = text;
+            match failures.is_new(&text) {
+                true => warn!(error = text, "cannot connect, trying again"),
+                false => debug!(error = text, "still cannot connect"),
             }
             Outcome::Failed
         }
@@ -443,10 +445,17 @@ fn ended(
         Outcome::Failed => AttemptOutcome::Failed,
     };
     servers.agent.metrics.attempts.get(label).increment(1);
-    if outcome != Outcome::Failed {
-        last_failure.clear();
-    }
     outcome
+}
+
+/// Returns true if later failures belong to another outage. While servers are missing, an answer of a connected server
+/// proves only that some addresses work.
+fn is_over(outcome: Outcome, view: View) -> bool {
+    match outcome {
+        Outcome::Added => true,
+        Outcome::Duplicate => view.connected >= view.announced,
+        Outcome::Failed => false,
+    }
 }
 
 #[cfg(test)]
@@ -497,5 +506,18 @@ mod tests {
             follows: true,
         };
         assert_eq!(servers.view(&count), expected);
+    }
+
+    #[test]
+    fn answer_of_a_connected_server_ends_no_outage_of_another() {
+        let view = |connected| View {
+            connected,
+            announced: 3,
+            follows: false,
+        };
+        assert!(!is_over(Outcome::Duplicate, view(2)));
+        assert!(is_over(Outcome::Duplicate, view(3)));
+        assert!(is_over(Outcome::Added, view(2)));
+        assert!(!is_over(Outcome::Failed, view(3)));
     }
 }

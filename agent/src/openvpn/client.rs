@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use culvert_host::net::{dial, listen, long_path};
 use culvert_host::reload::Latest;
+use culvert_host::telemetry::log_once::LogOnce;
 use culvert_openvpn::Role as End;
 use culvert_openvpn::options::Transport;
 use culvert_openvpn::session::{ClientConfig, Ended, Session};
@@ -108,13 +109,13 @@ impl Client {
             remotes.shuffle(&mut rand::rng());
         }
         let (mut turn, mut failures) = (0_usize, 0_u32);
-        let mut told = String::new();
+        let mut known = LogOnce::default();
         while let Some(remote) = remotes.get(turn % remotes.len().max(1)) {
             let round = turn / remotes.len().max(1);
             let span = info_span!("openvpn", remote = %remote);
             let attempt = async {
                 let attempt = self.attempt(remote, round, &stop).await?;
-                attempt.tell(&mut told);
+                attempt.log(&mut known);
                 Some(attempt)
             };
             let Some(attempt) = attempt.instrument(span).await else {
@@ -195,25 +196,24 @@ impl Client {
 }
 
 impl Attempt {
-    /// Logs the attempt. A repeated identical failure is logged only at debug level.
-    fn tell(&self, told: &mut String) {
+    /// Logs the attempt. A failure that is already `known` is logged only at debug level.
+    fn log(&self, known: &mut LogOnce) {
         match self.lived {
             Some(lived) => {
-                told.clear();
+                known.has_recovered();
                 let seconds = lived.as_secs();
                 warn!(
                     reason = self.text,
                     seconds, "lost the OpenVPN server; its connections are closed"
                 );
             }
-            None if *told == self.text => debug!(error = self.text, "still cannot connect"),
-            None => {
+            None if known.is_new(&self.text) => {
                 warn!(
                     error = self.text,
                     "cannot connect to the OpenVPN server, trying again"
                 );
-                told.clone_from(&self.text);
             }
+            None => debug!(error = self.text, "still cannot connect"),
         }
     }
 }

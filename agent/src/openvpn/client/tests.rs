@@ -24,6 +24,22 @@ fn each_round_starts_with_the_next_address_of_a_name() {
 }
 
 #[test]
+fn alternating_failures_are_known_until_a_session() {
+    let mut known = LogOnce::default();
+    let failed = |text: &str| Attempt::failed(Outcome::Unreachable, text.to_owned());
+    for text in ["one", "two"] {
+        failed(text).log(&mut known);
+    }
+    assert!(!known.is_new("one") && !known.is_new("two"));
+    let lost = Attempt {
+        lived: Some(Duration::from_secs(60)),
+        ..failed("lost")
+    };
+    lost.log(&mut known);
+    assert!(known.is_new("one"));
+}
+
+#[test]
 fn reason_of_the_end_selects_the_next_attempt() {
     let ended = |ended| LinkEnd::Session(ended);
     let lived = Some(Duration::from_secs(60));
