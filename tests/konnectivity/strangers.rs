@@ -112,3 +112,36 @@ async fn connections_leave_descriptors_for_health_checks() {
     let answer = timely("an answer", http_get(health, "/healthz")).await;
     assert!(answer.unwrap().0.is_success());
 }
+
+#[tokio::test]
+async fn connections_to_endpoints_leave_descriptors_for_health_checks() {
+    let services = Services::start().await.unwrap();
+    let target = services.silent.to_string();
+    let mut topology = Topology::simple(Mode::HttpConnect, Transport::Uds).await;
+    let health = topology.agent_health(0);
+    let args = topology.agent(0).args();
+    topology.kill_agent(0);
+    server_shows(&topology, "ready_backends", &[], 0.0).await;
+    let program = ours("culvert-agent").display().to_string();
+    let script = ["-c", "ulimit -n 200; exec \"$0\" \"$@\"", &program];
+    let args = args.iter().map(String::as_str);
+    let agent = Program::spawn("/bin/sh", script.into_iter().chain(args), &[]);
+    server_shows(&topology, "ready_backends", &[], 1.0).await;
+    let mut connections = Vec::new();
+    let refused = loop {
+        match timely("a dial", topology.connect(&target)).await {
+            Ok(connection) => connections.push(connection),
+            Err(error) => break error,
+        }
+    };
+    let text = "socket: too many open files; raise the limit";
+    let refused = refused.refusal().unwrap();
+    assert!(refused.contains(text), "{refused}");
+    agent.wait_for_log("dial refused", LIMIT).await;
+    let mut idle = Vec::new();
+    for _ in 0..3 {
+        idle.push(TcpStream::connect(health).await.unwrap());
+    }
+    let answer = timely("an answer", http_get(health, "/healthz")).await;
+    assert!(answer.unwrap().0.is_success());
+}

@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
+use culvert_host::net::listen::{TOO_MANY_FILES, is_last};
 use culvert_openvpn::flows::Unreachable;
 use culvert_openvpn::ip::{self, Packet, Sum, kind, protocol};
 use culvert_openvpn_io::stream::Peer;
@@ -164,6 +165,10 @@ async fn carry(
     mtu: usize,
 ) -> io::Result<()> {
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).await?;
+    if is_last(&socket) {
+        warn!(%client, %target, "datagrams refused: {TOO_MANY_FILES}");
+        return Ok(());
+    }
     socket.connect(target).await?;
     let mut buffer = BytesMut::new();
     let mut packet = Vec::new();

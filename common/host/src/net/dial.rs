@@ -14,8 +14,10 @@ use std::time::Duration;
 use socket2::{SockRef, TcpKeepalive};
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::{Instant, timeout_at};
+use tracing::warn;
 
 use super::destinations::{Denial, Destinations};
+use super::listen::{TOO_MANY_FILES, is_last};
 
 /// Head start of the first address family (`net.Dialer`'s default `FallbackDelay`).
 const FALLBACK_DELAY: Duration = Duration::from_millis(300);
@@ -31,6 +33,22 @@ const SELF_CONNECT_RETRIES: u32 = 2;
 
 /// Maximum timeout. A longer timeout is cut to this value, because adding it to the clock could fail.
 const FAR_FUTURE: Duration = Duration::from_secs(365 * 24 * 3600);
+
+/// Bounds on the dials for one purpose.
+struct Bounds {
+    /// Returns true for a socket that a connection must not use.
+    is_reserved: fn(&TcpSocket) -> bool,
+}
+
+/// Bounds on the connections of the program itself, such as the link to a server.
+static OWN: Bounds = Bounds {
+    is_reserved: |_| false,
+};
+
+/// Bounds on connections to endpoints. Peers may request any number of them.
+static ENDPOINT: Bounds = Bounds {
+    is_reserved: is_last,
+};
 
 /// A failed dial.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -77,10 +95,12 @@ pub async fn dial(
     address: &str,
     timeout: Duration,
 ) -> Result<TcpStream, DialError> {
-    dial_permitted(protocol, address, timeout, &Destinations::default()).await
+    let all = Destinations::default();
+    dial_within(protocol, address, timeout, &all, &OWN).await
 }
 
-/// Dials like [`dial`], but only addresses that `destinations` allows. Each address of a name is checked.
+/// Dials an endpoint like [`dial`], but only addresses that `destinations` allows, and not with one of the last descriptors
+/// of the process. Each address of a name is checked.
 ///
 /// # Errors
 ///
@@ -90,6 +110,16 @@ pub async fn dial_permitted(
     address: &str,
     timeout: Duration,
     destinations: &Destinations,
+) -> Result<TcpStream, DialError> {
+    dial_within(protocol, address, timeout, destinations, &ENDPOINT).await
+}
+
+async fn dial_within(
+    protocol: &str,
+    address: &str,
+    timeout: Duration,
+    destinations: &Destinations,
+    bounds: &Bounds,
 ) -> Result<TcpStream, DialError> {
     let fail = |reason: String, kind| DialError {
         text: format!("dial {protocol}: {reason}"),
@@ -112,7 +142,7 @@ pub async fn dial_permitted(
         .await
         .map_err(|(reason, kind)| fail(reason, kind))?;
     let targets = permitted(protocol, targets, destinations)?;
-    let stream = dial_any(protocol, targets, deadline).await?;
+    let stream = dial_any(protocol, targets, deadline, bounds).await?;
     configure(&stream);
     Ok(stream)
 }
@@ -153,7 +183,7 @@ pub async fn dial_addresses(
 ) -> Result<TcpStream, DialError> {
     let deadline = Instant::now() + timeout.min(FAR_FUTURE);
     let targets = addresses.into_iter().map(Target::from).collect();
-    let stream = dial_any(protocol, targets, deadline).await?;
+    let stream = dial_any(protocol, targets, deadline, &OWN).await?;
     configure(&stream);
     Ok(stream)
 }
@@ -354,6 +384,7 @@ async fn dial_any(
     protocol: &str,
     targets: Vec<Target>,
     deadline: Instant,
+    bounds: &Bounds,
 ) -> Result<TcpStream, DialError> {
     let first_is_v4 = targets
         .first()
@@ -362,11 +393,11 @@ async fn dial_any(
         .into_iter()
         .partition(|target| target.address.is_ipv4() == first_is_v4);
     if fallbacks.is_empty() {
-        return dial_serial(protocol, &primaries, deadline).await;
+        return dial_serial(protocol, &primaries, deadline, bounds).await;
     }
 
-    let mut primary = pin!(dial_serial(protocol, &primaries, deadline));
-    let fallback = dial_serial(protocol, &fallbacks, deadline);
+    let mut primary = pin!(dial_serial(protocol, &primaries, deadline, bounds));
+    let fallback = dial_serial(protocol, &fallbacks, deadline, bounds);
     match tokio::time::timeout(FALLBACK_DELAY, &mut primary).await {
         Ok(Ok(stream)) => return Ok(stream),
         Ok(Err(first)) => return fallback.await.map_err(|_| first),
@@ -391,13 +422,14 @@ async fn dial_serial(
     protocol: &str,
     targets: &[Target],
     deadline: Instant,
+    bounds: &Bounds,
 ) -> Result<TcpStream, DialError> {
     let mut first = None;
     for (index, target) in targets.iter().enumerate() {
         let remaining = deadline.saturating_duration_since(Instant::now());
         let share = partial_timeout(remaining, targets.len() - index);
         let attempt = async {
-            timeout_at(Instant::now() + share, connect(target.address))
+            timeout_at(Instant::now() + share, connect(target.address, bounds))
                 .await
                 .unwrap_or_else(|_| Err(("i/o timeout".to_owned(), io::ErrorKind::TimedOut)))
         };
@@ -430,7 +462,10 @@ fn partial_timeout(remaining: Duration, addresses: usize) -> Duration {
 }
 
 /// Makes one attempt. The error is a pair: Go's text without the address, and the kind of the failure.
-async fn connect(address: SocketAddr) -> Result<TcpStream, (String, io::ErrorKind)> {
+async fn connect(
+    address: SocketAddr,
+    bounds: &Bounds,
+) -> Result<TcpStream, (String, io::ErrorKind)> {
     let fail = |call: &str, error: io::Error| {
         let code = error.raw_os_error();
         let reason = code.map_or_else(|| error.to_string(), |code| errno_text(code, &error));
@@ -443,6 +478,10 @@ async fn connect(address: SocketAddr) -> Result<TcpStream, (String, io::ErrorKin
             SocketAddr::V6(_) => TcpSocket::new_v6(),
         }
         .map_err(|error| fail("socket", error))?;
+        if (bounds.is_reserved)(&socket) {
+            warn!(%address, "dial refused: {TOO_MANY_FILES}");
+            return Err((format!("socket: {TOO_MANY_FILES}"), io::ErrorKind::Other));
+        }
         let stream = socket
             .connect(address)
             .await

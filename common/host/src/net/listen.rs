@@ -30,6 +30,10 @@ const RESERVED_DESCRIPTORS: u64 = 8;
 /// and logs.
 const LAST_DESCRIPTORS: u64 = 16;
 
+/// Reason to refuse a connection for want of descriptors, and the remedy.
+pub const TOO_MANY_FILES: &str = "too many open files; raise the limit (ulimit -n, LimitNOFILE), or the memory limit, \
+                                  which allows one file for each 8 KiB";
+
 /// Pause of the accept loop after an error such as too many open files: long enough to avoid a busy loop,
 /// short enough that clients notice only a delay.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -182,9 +186,7 @@ impl Listener {
                 Ok(accepted) if accepted.descriptor() >= limit => {
                     warn!(
                         listener = self.address(),
-                        limit,
-                        "connection refused: too many open files; raise the limit (ulimit -n, LimitNOFILE), or the memory \
-                         limit, which allows one file for each 8 KiB"
+                        limit, "connection refused: {TOO_MANY_FILES}"
                     );
                 }
                 Ok(accepted) => handle(accepted),

@@ -342,15 +342,31 @@ async fn next_address_is_tried_and_the_first_error_is_reported() {
     let (_two, also) = refusing(Ipv4Addr::LOCALHOST.into());
     let deadline = Instant::now() + AMPLE;
     let targets = vec![target(refused), target(listener.local_addr().unwrap())];
-    dial_any("tcp", targets, deadline).await.unwrap();
+    dial_any("tcp", targets, deadline, &OWN).await.unwrap();
 
-    let error = dial_any("tcp", vec![target(refused), target(also)], deadline)
+    let error = dial_any("tcp", vec![target(refused), target(also)], deadline, &OWN)
         .await
         .unwrap_err();
     assert_eq!(
         error.text,
         format!("dial tcp {refused}: connect: connection refused")
     );
+}
+
+#[tokio::test]
+async fn socket_with_a_reserved_descriptor_is_not_connected() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let bounds = Bounds {
+        is_reserved: |_| true,
+    };
+    let deadline = Instant::now() + AMPLE;
+    let error = dial_any("tcp", vec![target(address)], deadline, &bounds)
+        .await
+        .unwrap_err();
+    let text = format!("dial tcp {address}: socket: too many open files; raise the limit");
+    assert!(error.text.starts_with(&text), "{}", error.text);
+    assert!(error.text.contains("memory limit"), "{}", error.text);
 }
 
 #[tokio::test]
@@ -361,7 +377,7 @@ async fn refused_address_family_falls_back_to_the_other() {
     let v6 = listener.local_addr().unwrap();
     let (_socket, refused) = refusing(Ipv4Addr::LOCALHOST.into());
     let deadline = Instant::now() + AMPLE;
-    let stream = dial_any("tcp", vec![target(refused), target(v6)], deadline)
+    let stream = dial_any("tcp", vec![target(refused), target(v6)], deadline, &OWN)
         .await
         .unwrap();
     assert_eq!(stream.peer_addr().unwrap(), v6);
@@ -375,9 +391,14 @@ async fn silent_address_family_falls_back_to_the_other() {
     let v6 = listener.local_addr().unwrap();
     let hole = BlackHole::new(Ipv4Addr::LOCALHOST.into());
     let deadline = Instant::now() + AMPLE;
-    let stream = dial_any("tcp", vec![target(hole.address), target(v6)], deadline)
-        .await
-        .unwrap();
+    let stream = dial_any(
+        "tcp",
+        vec![target(hole.address), target(v6)],
+        deadline,
+        &OWN,
+    )
+    .await
+    .unwrap();
     assert_eq!(stream.peer_addr().unwrap(), v6);
 }
 
@@ -390,7 +411,7 @@ async fn error_of_the_first_address_family_is_reported() {
     let (_one, v4) = refusing(Ipv4Addr::LOCALHOST.into());
     let (_two, v6) = refusing(Ipv6Addr::LOCALHOST.into());
     let deadline = Instant::now() + AMPLE;
-    let error = dial_any("tcp", vec![target(v6), target(v4)], deadline)
+    let error = dial_any("tcp", vec![target(v6), target(v4)], deadline, &OWN)
         .await
         .unwrap_err();
     assert_eq!(
