@@ -7,12 +7,14 @@
 //! remaining time.
 
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs as _};
 use std::pin::pin;
 use std::time::Duration;
 
 use socket2::{SockRef, TcpKeepalive};
 use tokio::net::{TcpSocket, TcpStream};
+use tokio::sync::Semaphore;
+use tokio::task::spawn_blocking;
 use tokio::time::{Instant, timeout_at};
 use tracing::warn;
 
@@ -34,19 +36,30 @@ const SELF_CONNECT_RETRIES: u32 = 2;
 /// Maximum timeout. A longer timeout is cut to this value, because adding it to the clock could fail.
 const FAR_FUTURE: Duration = Duration::from_secs(365 * 24 * 3600);
 
+/// Largest number of concurrent lookups of endpoint names: three quarters of the 512 threads that the runtime has for blocking
+/// calls. A silent resolver holds the thread of each lookup for up to a minute, and files and the names of servers need
+/// threads, too.
+const MAX_LOOKUPS: usize = 384;
+
+static LOOKUPS: Semaphore = Semaphore::const_new(MAX_LOOKUPS);
+
 /// Bounds on the dials for one purpose.
 struct Bounds {
+    /// Places for lookups; `None` for any number of lookups.
+    lookups: Option<&'static Semaphore>,
     /// Returns true for a socket that a connection must not use.
     is_reserved: fn(&TcpSocket) -> bool,
 }
 
 /// Bounds on the connections of the program itself, such as the link to a server.
 static OWN: Bounds = Bounds {
+    lookups: None,
     is_reserved: |_| false,
 };
 
 /// Bounds on connections to endpoints. Peers may request any number of them.
 static ENDPOINT: Bounds = Bounds {
+    lookups: Some(&LOOKUPS),
     is_reserved: is_last,
 };
 
@@ -138,7 +151,7 @@ async fn dial_within(
     let port = parse_port(protocol, port).map_err(unusable)?;
 
     let deadline = Instant::now() + timeout.min(FAR_FUTURE);
-    let targets = resolve(protocol, host, port, deadline)
+    let targets = resolve(protocol, host, port, deadline, bounds)
         .await
         .map_err(|(reason, kind)| fail(reason, kind))?;
     let targets = permitted(protocol, targets, destinations)?;
@@ -159,7 +172,7 @@ pub async fn lookup(
     timeout: Duration,
 ) -> Result<Vec<SocketAddr>, DialError> {
     let deadline = Instant::now() + timeout.min(FAR_FUTURE);
-    let targets = resolve(protocol, host, port, deadline).await;
+    let targets = resolve(protocol, host, port, deadline, &OWN).await;
     let targets = targets.map_err(|(reason, kind)| DialError {
         text: format!("dial {protocol}: {reason}"),
         kind,
@@ -270,6 +283,7 @@ async fn resolve(
     host: &str,
     port: u16,
     deadline: Instant,
+    bounds: &Bounds,
 ) -> Result<Vec<Target>, (String, io::ErrorKind)> {
     let fail = |reason: String| (reason, io::ErrorKind::Other);
     if host.is_empty() {
@@ -285,8 +299,8 @@ async fn resolve(
     }
     let found: Vec<SocketAddr> = match host.parse::<IpAddr>() {
         Ok(ip) => vec![SocketAddr::new(ip, port)],
-        Err(_) => match timeout_at(deadline, tokio::net::lookup_host((host, port))).await {
-            Ok(Ok(found)) => found.collect(),
+        Err(_) => match timeout_at(deadline, addresses(host, port, bounds)).await {
+            Ok(Ok(found)) => found,
             Ok(Err(error)) => return Err(fail(lookup_text(host, &error))),
             Err(_) => {
                 let reason = format!("lookup {host}: i/o timeout");
@@ -311,6 +325,31 @@ async fn resolve(
         return Err(fail(format!("address {host}: no suitable address found")));
     }
     Ok(targets)
+}
+
+/// Looks up the addresses of a name.
+async fn addresses(host: &str, port: u16, bounds: &Bounds) -> io::Result<Vec<SocketAddr>> {
+    let host = host.to_owned();
+    let call = move || (host.as_str(), port).to_socket_addrs();
+    Ok(in_place(bounds.lookups, call).await?.collect())
+}
+
+/// Waits for a place, and makes a blocking call. The call itself holds the place: it keeps its thread after the caller has
+/// given up.
+async fn in_place<T: Send + 'static>(
+    places: Option<&'static Semaphore>,
+    call: impl FnOnce() -> io::Result<T> + Send + 'static,
+) -> io::Result<T> {
+    let place = match places {
+        // The semaphore is never closed.
+        Some(places) => places.acquire().await.ok(),
+        None => None,
+    };
+    let called = spawn_blocking(move || {
+        let _place = place;
+        call()
+    });
+    called.await?
 }
 
 /// Drops the addresses that the policy denies.
