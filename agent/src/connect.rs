@@ -207,7 +207,7 @@ impl Connector {
     /// Makes one attempt to connect. `connected` has the ids of the connected servers.
     pub(crate) async fn connect(&self, connected: Vec<String>) -> Result<Reached, ConnectError> {
         let deadline = Instant::now() + CONNECT_TIMEOUT;
-        let metadata = metadata(&self.config).await?;
+        let metadata = metadata(&self.config, deadline).await?;
         let (tcp, mut via) = timeout_at(deadline, self.tcp(deadline))
             .await
             .map_err(|_| ConnectError::TimedOut("connecting"))??;

@@ -1,7 +1,10 @@
 //! The introduction of an agent to a server, as metadata; both dialects and both links have the same.
 
+use std::path::Path;
+
 use culvert_konnectivity::message::HALF_CLOSE_HEADER;
-use tonic::metadata::{MetadataMap, MetadataValue};
+use tokio::time::{Instant, timeout_at};
+use tonic::metadata::{Ascii, MetadataMap, MetadataValue};
 
 use crate::config::Config;
 
@@ -16,8 +19,12 @@ pub(crate) enum IntroductionError {
     Value(String),
 }
 
-/// Returns the metadata that introduces the agent. Reads the token each time, because tokens rotate.
-pub(crate) async fn metadata(config: &Config) -> Result<MetadataMap, IntroductionError> {
+/// Returns the metadata that introduces the agent. Reads the token each time, because tokens rotate, and gives up at the
+/// deadline.
+pub(crate) async fn metadata(
+    config: &Config,
+    deadline: Instant,
+) -> Result<MetadataMap, IntroductionError> {
     let mut metadata = MetadataMap::new();
     let header = |value: &str| {
         MetadataValue::try_from(value).map_err(|_| IntroductionError::Value(value.to_owned()))
@@ -26,15 +33,19 @@ pub(crate) async fn metadata(config: &Config) -> Result<MetadataMap, Introductio
     metadata.insert("agentidentifiers", header(&config.agent_identifiers)?);
     metadata.insert(HALF_CLOSE_HEADER, MetadataValue::from_static("1"));
     if let Some(path) = &config.token_path {
-        let unusable = |why: String| IntroductionError::Token(path.display().to_string(), why);
-        let token = tokio::fs::read_to_string(path)
-            .await
-            .map_err(|error| unusable(error.to_string()))?;
-        let value = MetadataValue::try_from(format!("Bearer {}", token.trim()))
-            .map_err(|_| unusable("the token has invalid characters".into()))?;
-        metadata.insert("authorization", value);
+        metadata.insert("authorization", bearer(path, deadline).await?);
     }
     Ok(metadata)
+}
+
+async fn bearer(path: &Path, deadline: Instant) -> Result<MetadataValue<Ascii>, IntroductionError> {
+    let unusable = |why: String| IntroductionError::Token(path.display().to_string(), why);
+    let token = timeout_at(deadline, tokio::fs::read_to_string(path))
+        .await
+        .map_err(|_| unusable("the file could not be read in time; check its volume".into()))?
+        .map_err(|error| unusable(error.to_string()))?;
+    MetadataValue::try_from(format!("Bearer {}", token.trim()))
+        .map_err(|_| unusable("the token has invalid characters".into()))
 }
 
 /// Reads the server's id and server count from its metadata. The error texts for missing or repeated values
@@ -65,7 +76,23 @@ pub(crate) fn server_of(metadata: &MetadataMap) -> Result<(String, i64), String>
 mod tests {
     #![allow(clippy::unwrap_used)]
 
+    use std::time::Duration;
+
     use super::*;
+
+    #[tokio::test]
+    async fn token_that_cannot_be_read_in_time_is_unusable() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("token");
+        // An open of a pipe waits for the other end.
+        let made = std::process::Command::new("mkfifo").arg(&path).status();
+        assert!(made.unwrap().success());
+        let deadline = Instant::now() + Duration::from_millis(10);
+        let error = bearer(&path, deadline).await.unwrap_err().to_string();
+        assert!(error.contains("could not be read in time"), "{error}");
+        // Ends the read, which the runtime waits for.
+        std::fs::write(&path, "token").unwrap();
+    }
 
     fn server(pairs: &[(&'static str, &str)]) -> Result<(String, i64), String> {
         let mut metadata = MetadataMap::new();

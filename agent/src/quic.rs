@@ -266,7 +266,8 @@ impl Probe {
 
     /// Introduces the agent, and tries packets of all sizes.
     async fn introduce(&self, connection: &Connection) -> Result<(SendStream, RecvStream), NoLink> {
-        let metadata = metadata(&self.config).await.map_err(text)?;
+        let deadline = Instant::now() + INTRODUCTION_TIMEOUT;
+        let metadata = metadata(&self.config, deadline).await.map_err(text)?;
         let mut headers = metadata.into_headers();
         headers.insert(SESSION_HEADER, self.session.clone());
         let (mut send, mut receive) = connection.open_bi().await.map_err(text)?;

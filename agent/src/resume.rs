@@ -197,7 +197,7 @@ async fn attempt(
     turn: &Semaphore,
 ) -> Result<Reached, ConnectError> {
     let deadline = Instant::now() + ATTEMPT_TIMEOUT;
-    let metadata = metadata(connector.config()).await?;
+    let metadata = metadata(connector.config(), deadline).await?;
     let (tcp, mut via) = connector.tcp(deadline).await?;
     let congestion = congestion(&tcp);
     let socket = link.socket.as_ref();
