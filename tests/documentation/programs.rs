@@ -32,12 +32,17 @@ fn rows(heading: &str, column: usize) -> BTreeSet<String> {
         .collect()
 }
 
-/// Returns the long flags that the help of a program lists, plus the `hidden` flags.
-fn flags(program: &str, hidden: &[&str]) -> BTreeSet<String> {
+/// Returns the help text of a program.
+fn help(program: &str) -> String {
     let path = std::env::current_exe().unwrap();
     let path = path.parent().unwrap().parent().unwrap().join(program);
     let output = Command::new(path).arg("--help").output().expect(program);
-    let help = String::from_utf8(output.stdout).unwrap();
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// Returns the long flags that the help of a program lists, plus the `hidden` flags.
+fn flags(program: &str, hidden: &[&str]) -> BTreeSet<String> {
+    let help = help(program);
     let declared = help.lines().filter_map(|line| {
         let line = line.trim_start();
         let line = line.strip_prefix("-v, ").unwrap_or(line);
@@ -64,6 +69,23 @@ fn compatibility_page_lists_exactly_the_flags_of_every_program() {
     ] {
         let documented: BTreeSet<String> = rows(heading, 1).union(&logging).cloned().collect();
         assert_eq!(documented, flags(program, hidden), "{program}");
+    }
+}
+
+#[test]
+fn help_shows_the_default_verbosity_of_each_program() {
+    for (program, verbosity) in [
+        ("culvert-server", 4),
+        ("culvert-agent", 4),
+        ("culvert-nodeport-proxy", 2),
+        ("culvert-node-tunnel", 2),
+    ] {
+        let help = help(program);
+        let entry = help.split("-v, --v ").nth(1).expect(program);
+        let entry: Vec<&str> = entry.split_whitespace().collect();
+        let entry = entry.join(" ");
+        let default = entry.split("[default: ").nth(1).expect(program);
+        assert!(default.starts_with(&format!("{verbosity}]")), "{entry}");
     }
 }
 

@@ -20,7 +20,7 @@ use super::super::interface::{Interface, KIND};
 use super::{Config, MAX_CONNECTIONS, Mode, PINGS, PROGRAM, ProxyTls, Route, envoy};
 
 /// Default verbosity: no log line per connection.
-const VERBOSITY: &str = "--v=2";
+const VERBOSITY: &str = "2";
 
 /// Example of a listen address, for error texts.
 const LISTEN: &str = "100.64.30.10:6443";
@@ -47,6 +47,7 @@ const PROXY: &str = "cluster-x.seed.example.com:8088";
 /// streams over a few HTTP/2 connections to the seed's nodeport-proxy.
 #[derive(Parser, Debug)]
 #[command(name = PROGRAM, version)]
+#[command(mut_arg("v", |arg| arg.default_value(VERBOSITY)))]
 pub(super) struct Flags {
     #[command(flatten)]
     tunnel: TunnelFlags,
@@ -69,7 +70,7 @@ struct TunnelFlags {
     #[arg(long, value_name = "HOST:PORT", default_value = "")]
     proxy: String,
 
-    /// PEM CA bundle that the proxy's certificate must chain to; turns on TLS. Files for TLS are read at every connect
+    /// PEM CA bundle that the proxy's certificate must chain to; turns on TLS. Changes of the files for TLS are followed
     #[arg(long, value_name = "FILE", default_value = "")]
     proxy_ca: String,
 
@@ -144,14 +145,13 @@ impl Flags {
     /// Parses, checks and converts a command line.
     pub(super) fn read(mut args: impl Iterator<Item = OsString>) -> Result<Config, Exit> {
         let program = args.next();
-        let verbosity = OsString::from(VERBOSITY);
         // A single dash is valid too, as in network-interface-manager.
         let args = args.map(|arg| {
             arg.to_str()
                 .map(|arg| with_two_dashes(arg).into())
                 .unwrap_or(arg)
         });
-        let args: Vec<OsString> = program.into_iter().chain([verbosity]).chain(args).collect();
+        let args: Vec<OsString> = program.into_iter().chain(args).collect();
         let Parsed { flags, strays } = parse::<Self, _, _>(args)?;
         flags
             .validate(Problems::new(&strays))

@@ -25,12 +25,13 @@ use crate::exposure::Options;
 const MAX_KEEPALIVE: Duration = Duration::from_secs(32_767);
 
 /// Verbosity without `-v` or `--log-debug`: no line per connection.
-const VERBOSITY: &str = "--v=2";
+const VERBOSITY: &str = "2";
 
 /// Forwards connections from outside to the Services of a seed cluster: TLS by server name, HTTP CONNECT, and
 /// node ports.
 #[derive(Parser, Debug)]
 #[command(name = PROGRAM, version)]
+#[command(mut_arg("v", |arg| arg.default_value(VERBOSITY)))]
 pub(super) struct Flags {
     #[command(flatten)]
     source: SourceFlags,
@@ -379,7 +380,7 @@ impl TimeFlags {
 /// their own names for log formats. The first argument is the program name.
 fn as_go_reads(mut args: impl Iterator<Item = OsString>) -> Vec<OsString> {
     let program = args.next();
-    let mut read: Vec<OsString> = program.into_iter().chain([VERBOSITY.into()]).collect();
+    let mut read: Vec<OsString> = program.into_iter().collect();
     let mut names_format = false;
     read.extend(args.map(|arg| {
         let Some(text) = arg.to_str() else {
