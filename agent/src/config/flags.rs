@@ -117,7 +117,7 @@ pub(super) struct SyncFlags {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Tunnel and drain")]
 pub(super) struct TunnelFlags {
-    /// Chunks buffered per connection and direction
+    /// Buffer of one connection, in units of 32 KiB; at least 256 KiB and at most 16 MiB are used
     #[arg(long, value_name = "N", default_value = "150", value_parser = go_int)]
     pub(super) xfr_channel_size: i64,
 

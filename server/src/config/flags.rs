@@ -103,7 +103,7 @@ pub(super) struct AgentFlags {
 
     /// UDP port for a second link of Culvert agents over QUIC, 1024 to 49151. With the number of --agent-port, agents
     /// use the UDP port with the number of the TCP port that they connect to. 0 offers no QUIC: without packet loss QUIC
-    /// needs more processor time, and one connection carries at most 10 MiB/s over a round trip of 100ms
+    /// needs more processor time, and one connection carries at most 20 MiB/s over a round trip of 100ms
     #[arg(long, value_name = "PORT", default_value = "0", value_parser = go_int)]
     pub(super) agent_quic_port: i64,
 
@@ -220,7 +220,7 @@ pub(super) struct OperationsFlags {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Tunnel")]
 pub(super) struct TunnelFlags {
-    /// Packets buffered per agent stream and per front-end stream
+    /// Buffer of one connection, in units of 32 KiB; at least 256 KiB and at most 16 MiB are used
     #[arg(long, value_name = "N", default_value = "10", value_parser = go_int)]
     pub(super) xfr_channel_size: i64,
 
