@@ -149,7 +149,9 @@ impl NativeServer {
     fn on_control(&self, message: Control) {
         match message {
             Control::Drain => info!("the server drains"),
-            Control::Servers(count) => debug!(count, "the server knows another number of servers"),
+            Control::Servers(count) => {
+                debug!(count, "the server announces another number of servers")
+            }
         }
         self.notices.send_if_modified(|notices| {
             let before = *notices;

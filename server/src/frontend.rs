@@ -92,7 +92,7 @@ impl Frontend {
                 reason = %reason,
                 from_endpoint = ended.from_endpoint,
                 "the client reads more slowly than its endpoint sends: closing this connection, other \
-                 connections go on. {}",
+                 connections continue. {}",
                 sink.advice_for_slow_client()
             );
         }

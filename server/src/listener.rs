@@ -111,7 +111,7 @@ impl ListenerContext {
             Err(Refused { peer, why }) => {
                 match why {
                     HeaderError::Left => {
-                        debug!(listener = ?self.kind, %peer, "left before the PROXY protocol header");
+                        debug!(listener = ?self.kind, %peer, "the peer left before its PROXY protocol header");
                     }
                     HeaderError::Unadmitted(why) => self.refuse(why, &peer.to_string()),
                     why => {
@@ -156,7 +156,7 @@ impl ListenerContext {
             }
             // A load balancer's port check connects and leaves without sending a byte.
             Ok(Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => {
-                debug!(listener = ?self.kind, peer, "left during the TLS handshake");
+                debug!(listener = ?self.kind, peer, "the peer left during the TLS handshake");
                 let labels = (self.kind, RejectReason::HandshakeFailed);
                 self.metrics.rejected.get(labels).increment(1);
                 None

@@ -320,7 +320,7 @@ impl ServerMetrics {
             switch_duration: registry.histogram(
                 SWITCH_DURATION,
                 &[],
-                "Time from the request of a tunnel mode until nothing was left of the one before, in seconds.",
+                "Time from the request of a tunnel mode until nothing uses the previous tunnel, in seconds.",
             ),
             switching: registry.gauge(
                 "culvert_tunnel_switching",

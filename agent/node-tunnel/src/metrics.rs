@@ -74,7 +74,7 @@ impl TunnelMetrics {
             ),
             connect_failed: envoy(
                 "envoy_cluster_upstream_cx_connect_fail",
-                "Attempts to connect to the proxy that failed.",
+                "Failed attempts to connect to the proxy.",
             ),
             streams: envoy_gauge("envoy_cluster_upstream_rq_active", "Open CONNECT streams."),
             requests: envoy("envoy_cluster_upstream_rq_total", "CONNECT requests."),
@@ -88,11 +88,11 @@ impl TunnelMetrics {
             ),
             interface_repairs: counter(
                 "culvert_node_tunnel_interface_repairs_total",
-                "Repairs of the interface after others changed it.",
+                "Repairs of the interface after another program changed it.",
             ),
             interface_failures: counter(
                 "culvert_node_tunnel_interface_failures_total",
-                "Repairs of the interface that failed.",
+                "Failed repairs of the interface.",
             ),
             clients: registry.gauge(
                 "culvert_node_tunnel_clients",
@@ -106,7 +106,7 @@ impl TunnelMetrics {
             refused: Family::new(
                 &registry,
                 "culvert_node_tunnel_refused_total",
-                "Clients that were turned away, by the proxy's answer or the lack of one.",
+                "Clients that were disconnected without a stream, by the answer of the proxy or another reason.",
             )
             .at_zero(Refusal::all()),
             closed: closed_connections(&registry),

@@ -44,17 +44,17 @@ impl OpenVpnMetrics {
             up: registry.gauge(
                 "culvert_openvpn_client_up",
                 &[],
-                "Whether the OpenVPN tunnel is established.",
+                "1 while the OpenVPN tunnel is established.",
             ),
             rekeys: registry.counter(
                 "culvert_openvpn_client_rekeys_total",
                 &[],
-                "Renegotiations of the tunnel's keys that ended well.",
+                "Successful renegotiations of the tunnel's keys.",
             ),
             connects: Family::new(
                 registry,
                 "culvert_openvpn_client_connects_total",
-                "Tries to connect to an OpenVPN server, by outcome.",
+                "Attempts to connect to an OpenVPN server, by outcome.",
             )
             .at_zero(Outcome::all()),
             traffic: TrafficMetrics::new(registry, PREFIX),

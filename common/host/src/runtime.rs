@@ -61,7 +61,7 @@ impl Signals {
         tokio::pin!(program);
         tokio::select! {
             () = &mut program => return Ok(()),
-            signal = self.recv() => info!(signal, "{stop} begins; a second signal ends it at once"),
+            signal = self.recv() => info!(signal, "{stop} begins; a second signal ends the process at once"),
         }
         shutdown.cancel();
         tokio::select! {

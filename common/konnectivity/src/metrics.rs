@@ -95,7 +95,7 @@ impl StreamMetrics {
             excess_bytes: registry.gauge(
                 "culvert_excess_buffer_bytes",
                 &[],
-                "Bytes queued beyond the budgets of their connections, out of --excess-buffer-bytes.",
+                "Bytes in use of --excess-buffer-bytes, by connections beyond their own buffers.",
             ),
         }
     }

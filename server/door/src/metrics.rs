@@ -153,7 +153,7 @@ impl ProxyMetrics {
             refused: Family::new(
                 &registry,
                 "culvert_nodeport_proxy_refused_total",
-                "Connections and CONNECT requests that got nowhere.",
+                "Connections and CONNECT requests that reached no endpoint, by listener and reason.",
             )
             .at_zero(LabelSet::all()),
             open: Family::new(
@@ -176,28 +176,28 @@ impl ProxyMetrics {
             ),
             source_up: gauge(
                 "culvert_nodeport_proxy_source_up",
-                "1 while what is in force is what the Kubernetes API, or the file, says; the last routes stay in force otherwise.",
+                "1 while the routes in use match the Kubernetes API or the file, 0 while the last known routes are served.",
             ),
             source: Mutex::new(SourceState::Unreadable),
             applied: counter(
                 "culvert_nodeport_proxy_changes_total",
-                "Changes of routes that were put in force.",
+                "Changes of routes that were applied.",
             ),
             rejected: counter(
                 "culvert_nodeport_proxy_rejected_configs_total",
-                "Configurations that were refused; the last good one stays in force.",
+                "Changes of the routes file that were refused; the last good routes stay in use.",
             ),
             problems: gauge(
                 "culvert_nodeport_proxy_problems",
-                "Services that are not exposed as they ask to be; the log names them.",
+                "Services that are not exposed as requested; the log names the Services.",
             ),
             closed_ports: gauge(
                 "culvert_nodeport_proxy_closed_ports",
-                "Node ports that could not be opened; the log names them.",
+                "Node ports that could not be opened; the log names the ports.",
             ),
             leader: gauge(
                 "culvert_nodeport_proxy_leader",
-                "1 while this replica keeps the ports of the load balancer's Service.",
+                "1 while this replica maintains the ports of the load balancer's Service.",
             ),
             balancer_updates: counter(
                 "culvert_nodeport_proxy_balancer_updates_total",
@@ -206,7 +206,7 @@ impl ProxyMetrics {
             balancer_failures: Family::new(
                 &registry,
                 "culvert_nodeport_proxy_balancer_failures_total",
-                "Requests about the load balancer's Service and its lease that failed; the log says why.",
+                "Failed requests for the load balancer's Service and its Lease, by step; the log has the reason.",
             )
             .at_zero(Step::all()),
             http_active: registry.gauge(
@@ -217,11 +217,11 @@ impl ProxyMetrics {
             http_requests: http("envoy_http_downstream_rq_total", "Requests."),
             http_received: http(
                 "envoy_http_downstream_cx_rx_bytes_total",
-                "Bytes of tunnels received from clients.",
+                "Bytes of CONNECT streams received from clients.",
             ),
             http_sent: http(
                 "envoy_http_downstream_cx_tx_bytes_total",
-                "Bytes of tunnels sent to clients.",
+                "Bytes of CONNECT streams sent to clients.",
             ),
             live: gauge("envoy_server_live", "0 while the proxy drains, and after /healthcheck/fail."),
             uptime: gauge("envoy_server_uptime", "Seconds since the start."),

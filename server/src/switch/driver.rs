@@ -350,21 +350,24 @@ impl Driver {
             ),
             Event::Waits(kind) => info!(
                 tunnel = kind.as_str(),
-                "waiting for a healthy peer; dials go on as before"
+                "waiting for a healthy peer; until then, dials are routed as before"
             ),
-            Event::Diverted(kind) => info!(tunnel = kind.as_str(), "new dials go by this tunnel"),
+            Event::Diverted(kind) => info!(tunnel = kind.as_str(), "new dials use this tunnel"),
             Event::Drains(kind, time) => info!(
                 tunnel = kind.as_str(),
                 seconds = time.as_secs_f64(),
-                "its connections have this time to end"
+                "connections of this tunnel may stay open for this time"
             ),
             Event::Overdue(kind) => warn!(
                 tunnel = kind.as_str(),
-                "the time of its connections is over, but the other tunnel has no healthy peer: \
-                 keeping them until it has one"
+                "the drain time of this tunnel has passed, but the other tunnel has no healthy peer: \
+                 keeping the connections until a peer is healthy"
             ),
             Event::Cut(kind) => {
-                info!(tunnel = kind.as_str(), "closing its connections");
+                info!(
+                    tunnel = kind.as_str(),
+                    "closing the connections of this tunnel"
+                );
                 self.router.cut(kind);
             }
             Event::Finished(took) => {

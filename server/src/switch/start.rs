@@ -97,7 +97,7 @@ impl Start {
                 self.mode_file = Some(follower);
             }
             Err(why) => {
-                warn!("--tunnel-mode-file: {why}; going on without it until it can be read");
+                warn!("--tunnel-mode-file: {why}; the file has no effect until it can be read");
                 self.unreadable = Some(why);
                 self.mode_file = Some(FileFollower::unread(path, limits));
             }

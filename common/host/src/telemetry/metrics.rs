@@ -160,7 +160,7 @@ pub fn register_build_info(registry: &Registry, component: &'static str, version
         .gauge(
             "culvert_build_info",
             &[("component", component), ("version", version)],
-            "Always 1; the labels tell which program this is and its version.",
+            "Always 1; the labels name the program and its version.",
         )
         .set(1);
 }

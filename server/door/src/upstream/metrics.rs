@@ -22,13 +22,13 @@ const METRICS: [Metric; 11] = [
     (
         "envoy_cluster_membership_healthy",
         Kind::Gauge,
-        "Ready endpoints; those that are not ready are no members.",
+        "Ready endpoints. Endpoints that are not ready are not members.",
         |upstream| upstream.endpoint_count() as u64,
     ),
     (
         "envoy_cluster_upstream_cx_active",
         Kind::Gauge,
-        "Open connections to endpoints, and those being opened.",
+        "Connections to endpoints, open or being opened.",
         |upstream| upstream.stats.active.load(Ordering::Relaxed),
     ),
     (
@@ -49,7 +49,7 @@ const METRICS: [Metric; 11] = [
     (
         "envoy_cluster_upstream_cx_connect_fail",
         Kind::Counter,
-        "Attempts to connect that failed, those that timed out included.",
+        "Failed attempts to connect, with timeouts.",
         |upstream| {
             let stats = &upstream.stats;
             stats.failed.load(Ordering::Relaxed) + stats.timed_out.load(Ordering::Relaxed)
@@ -88,7 +88,7 @@ const METRICS: [Metric; 11] = [
     (
         "envoy_cluster_circuit_breakers_default_cx_open",
         Kind::Gauge,
-        "1 while --max-connections are open.",
+        "1 while the number of connections is --max-connections.",
         |upstream| u64::from(upstream.stats.active.load(Ordering::Relaxed) >= upstream.limit),
     ),
 ];
@@ -102,7 +102,7 @@ pub(crate) fn add_metrics(upstreams: &[Arc<Upstream>], page: &mut Page) {
             series.value((CLUSTER, upstream.key.as_str()), value(upstream));
         }
     }
-    let help = "Milliseconds from a tunnel's client's end to its endpoint's.";
+    let help = "Milliseconds from the end of the client's direction of a CONNECT stream to the end of the endpoint's direction.";
     let mut series = page.family(times::NAME, Kind::Histogram, help);
     for upstream in upstreams {
         upstream.stats.times.write(&upstream.key, &mut series);

@@ -90,7 +90,7 @@ impl NodeMetrics {
             watch_up: registry.gauge(
                 "culvert_openvpn_node_watch_up",
                 &[],
-                "1 while Nodes can be watched; the last known ones stay in force otherwise.",
+                "1 while Nodes can be watched, 0 while the last known Nodes are used.",
             ),
             nodes: registry.gauge(
                 "culvert_openvpn_nodes",
@@ -105,11 +105,7 @@ impl OpenvpnMetrics {
     /// Registers the metrics.
     pub fn new(registry: &Arc<Registry>) -> Self {
         Self {
-            clients: registry.gauge(
-                "culvert_openvpn_clients",
-                &[],
-                "OpenVPN clients that are connected.",
-            ),
+            clients: registry.gauge("culvert_openvpn_clients", &[], "Connected OpenVPN clients."),
             traffic: TrafficMetrics::new(registry, "culvert_openvpn_"),
             handshakes: Family::new(
                 registry,

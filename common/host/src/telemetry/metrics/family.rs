@@ -119,7 +119,7 @@ impl LabelSet for CloseReason {
 /// Creates the family of closed connections that every program has, with every reason at 0.
 pub fn closed_connections(registry: &Arc<Registry>) -> Family<CloseReason, Counter> {
     let name = "culvert_connections_closed_total";
-    let help = "Connections that ended, by reason; each connection has exactly one.";
+    let help = "Ended connections, by close reason. Each connection has exactly one close reason.";
     Family::new(registry, name, help).at_zero(CloseReason::ALL)
 }
 
