@@ -192,8 +192,8 @@ maxSurge: {{ include "culvert.or" (list $given.maxSurge 0) }}
 {{- if and $v.compat (or $openvpn $v.destinations.allow $v.destinations.deny) }}
 - compat is set with openvpn or destinations: the stock agent does not know these flags
 {{- end }}
-{{- if and (eq $v.leases.countSource "max") (has $v.compat (list "2.28" "2.29")) }}
-- leases.countSource is max with compat {{ $v.compat }}: the stock agent of this version does not know --server-count-source
+{{- if and $v.leases.enabled (has $v.compat (list "2.28" "2.29")) }}
+- leases.enabled with compat {{ $v.compat }}: the stock agents of this version do not know --lease-namespace and --lease-label; disable leases, or remove compat
 {{- end }}
 {{- if and $v.leases.enabled (not $v.server.host) }}
 - leases.enabled needs server.host: an OpenVPN client counts no servers

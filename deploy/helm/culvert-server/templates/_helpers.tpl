@@ -206,6 +206,9 @@ maxSurge: {{ include "culvert.or" (list .Values.updateStrategy.maxSurge 1) }}
 {{- if and $v.compat (or $v.openvpn.enabled $v.destinations.allow $v.destinations.deny $v.agents.proxyProtocolFrom $v.agents.idFrom $v.agents.quic $v.admin.tlsSecret) }}
 - compat is set with openvpn, destinations, admin.tlsSecret, agents.idFrom, agents.quic or agents.proxyProtocolFrom: the stock server does not know these flags
 {{- end }}
+{{- if and $v.leases.enabled (has $v.compat (list "2.28" "2.29")) }}
+- leases.enabled with compat {{ $v.compat }}: the stock servers of this version do not know --lease-namespace and --lease-label; disable leases, or remove compat
+{{- end }}
 {{- if and $v.compat (has "cidr" $v.strategies) }}
 - compat is set and strategies has cidr: the stock server does not know this strategy; remove cidr or compat
 {{- end }}
