@@ -9,6 +9,9 @@ use super::{Side, Step};
 /// Label that permits the change.
 const LABEL: &str = "unsafe-expose-strategy-migration";
 
+/// Full name of KKP's resource. Cluster API has a resource with the same short name.
+const CLUSTERS: &str = "clusters.kubermatic.k8c.io";
+
 pub(super) fn change(from: Side, to: Side, target: &Target<'_>, file: &str) -> Vec<Step> {
     let namespace = &target.namespace;
     let agent = match target.cluster.tunnel {
@@ -18,9 +21,9 @@ pub(super) fn change(from: Side, to: Side, target: &Target<'_>, file: &str) -> V
     let id = namespace.strip_prefix("cluster-").unwrap_or(namespace);
     let mut steps = vec![Step::new(
         "Permit the change, if KKP manages the cluster. Drain the nodes: they lose the API server for a while.",
-        &[format!("{SEED} label cluster {id} {LABEL}=true")],
+        &[format!("{SEED} label {CLUSTERS} {id} {LABEL}=true")],
         "",
-        format!("{SEED} label cluster {id} {LABEL}-"),
+        format!("{SEED} label {CLUSTERS} {id} {LABEL}-"),
     )];
     match to {
         Side::LoadBalancer => steps.push(Step::new(
@@ -126,7 +129,7 @@ pub(super) fn change(from: Side, to: Side, target: &Target<'_>, file: &str) -> V
     }
     steps.push(Step::new(
         "Take the permission back.",
-        &[format!("{SEED} label cluster {id} {LABEL}-")],
+        &[format!("{SEED} label {CLUSTERS} {id} {LABEL}-")],
         "",
         "nothing to undo",
     ));
@@ -141,7 +144,7 @@ fn spec(from: Side, to: Side, id: &str) -> String {
         _ => "",
     };
     format!(
-        "{SEED} patch cluster {id} --type=merge -p '{{\"spec\":{{\"exposeStrategy\":\"{}\"{address}}}}}'  # KKP only",
+        "{SEED} patch {CLUSTERS} {id} --type=merge -p '{{\"spec\":{{\"exposeStrategy\":\"{}\"{address}}}}}'  # KKP only",
         to.name()
     )
 }

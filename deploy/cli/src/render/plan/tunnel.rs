@@ -9,11 +9,20 @@ pub(super) const SEED: &str = "kubectl --kubeconfig=SEED";
 /// Client of the user cluster.
 pub(super) const USER: &str = "kubectl --kubeconfig=USER";
 
+/// Returns the start of a command that renders parts. `values` has flags, or is empty.
+fn render(file: &str, values: &str) -> String {
+    match values {
+        "" => format!("culvert render {file}"),
+        _ => format!("culvert render {file} {values}"),
+    }
+}
+
 /// Returns a command that renders parts and applies them.
 pub(super) fn apply(file: &str, values: &str, parts: &[&str], kubectl: &str) -> String {
     let parts: Vec<String> = parts.iter().map(|part| format!("--part={part}")).collect();
     format!(
-        "culvert render {file} {values} {} | {kubectl} apply -f -",
+        "{} {} | {kubectl} apply -f -",
+        render(file, values),
         parts.join(" ")
     )
 }
@@ -57,7 +66,8 @@ pub(super) fn patch_apiserver(target: &Target<'_>, file: &str, values: &str) -> 
     vec![
         format!("{SEED} -n {namespace} get deployment apiserver -o yaml > apiserver.yaml"),
         format!(
-            "culvert render {file} {values} --part=server --part=apiserver --part=egress --apiserver=apiserver.yaml --output-dir=rendered"
+            "{} --part=server --part=apiserver --part=egress --apiserver=apiserver.yaml --output-dir=rendered",
+            render(file, values)
         ),
         format!("{SEED} apply -f rendered/seed-egress.yaml -f rendered/seed-apiserver.yaml"),
         format!(
