@@ -62,10 +62,7 @@ fn kustomization_of_the_page_keeps_stock_objects() {
     let text = run(kustomize.arg("build").arg(folder.path())).unwrap();
     let all = objects(&text);
     let kinds: Vec<&str> = all.iter().map(|it| it["kind"].as_str().unwrap()).collect();
-    assert_eq!(
-        kinds,
-        ["Deployment", "PodDisruptionBudget", "NetworkPolicy"]
-    );
+    assert_eq!(kinds, ["Deployment", "NetworkPolicy"]);
     for object in &all {
         assert_eq!(object["metadata"]["name"], "konnectivity-agent-culvert");
     }
