@@ -16,7 +16,7 @@ use tokio::time::timeout;
 
 use crate::frames::{
     self, CONTINUATION, DATA, END_HEADERS, Frames, GOAWAY, HEADERS, INITIAL_WINDOW_SIZE, PING,
-    RST_STREAM, SETTINGS, Settings, WINDOW_UPDATE, connect_fields, field, frame,
+    PRIORITY, RST_STREAM, SETTINGS, Settings, WINDOW_UPDATE, connect_fields, field, frame,
 };
 use crate::support::{Door, Http2, LIMIT, Tunnel, Upstream, stands_still, timely};
 
@@ -256,6 +256,41 @@ async fn ping_and_settings_floods_with_unread_answers_are_closed() {
     };
     let (closed, ()) = tokio::join!(both, meanwhile);
     assert_eq!(closed, (true, true), "PING and SETTINGS");
+    stage.is_well(FLOOD_BYTES).await;
+}
+
+/// HEADERS frames of 100,000 streams, each of which depends on itself (RFC 7540, section 5.3.1). Each is an error that
+/// resets the stream.
+fn self_dependent_streams() -> Vec<u8> {
+    let mut frames = Vec::new();
+    for id in (1..200_000u32).step_by(2) {
+        let dependency = [&id.to_be_bytes()[..], &[15]].concat();
+        frames.extend(frame(HEADERS, END_HEADERS | PRIORITY, id, &dependency));
+    }
+    frames
+}
+
+#[tokio::test]
+async fn flood_of_stream_errors_closes_the_connection() {
+    let mut stage = Stage::new(&[]).await;
+    let seen = answered_flood(stage.at(), &[], &self_dependent_streams()).await;
+    is_closed_for(CALM, seen, "stream errors");
+    stage.is_well(FLOOD_BYTES).await;
+}
+
+#[tokio::test]
+async fn unread_flood_of_stream_errors_occupies_little_memory_and_is_closed() {
+    let mut stage = Stage::new(&[]).await;
+    let errors = self_dependent_streams();
+    let (_unread, mut write) = frames::connect_unread(stage.at()).await;
+    let meanwhile = async {
+        for _ in 0..10 {
+            tokio::time::sleep(Duration::from_millis(200)).await;
+            stage.is_well(FLOOD_BYTES).await;
+        }
+    };
+    let (closed, ()) = tokio::join!(flood(&mut write, &errors, SILENCE), meanwhile);
+    assert!(closed, "the door did not close the connection");
     stage.is_well(FLOOD_BYTES).await;
 }
 

@@ -3,8 +3,8 @@
 use std::net::SocketAddr;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader};
-use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::net::{TcpSocket, TcpStream};
 
 use crate::support::timely;
 
@@ -18,6 +18,7 @@ pub(crate) const WINDOW_UPDATE: u8 = 8;
 pub(crate) const CONTINUATION: u8 = 9;
 
 pub(crate) const END_HEADERS: u8 = 4;
+pub(crate) const PRIORITY: u8 = 0x20;
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
@@ -39,7 +40,18 @@ pub(crate) struct Frames(BufReader<OwnedReadHalf>);
 
 /// Connects and sends the HTTP/2 preface and a SETTINGS frame. The caller sends all other frames.
 pub(crate) async fn connect(door: SocketAddr, settings: Settings<'_>) -> (Frames, OwnedWriteHalf) {
-    let stream = TcpStream::connect(door).await.unwrap();
+    begin(TcpStream::connect(door).await.unwrap(), settings).await
+}
+
+/// Connects like [`connect`], with a receive buffer that a few frames fill. The peer must wait with its other frames if the
+/// caller does not read.
+pub(crate) async fn connect_unread(door: SocketAddr) -> (Frames, OwnedWriteHalf) {
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.set_recv_buffer_size(4096).unwrap();
+    begin(socket.connect(door).await.unwrap(), &[]).await
+}
+
+async fn begin(stream: TcpStream, settings: Settings<'_>) -> (Frames, OwnedWriteHalf) {
     stream.set_nodelay(true).unwrap();
     let (read, mut write) = stream.into_split();
     let mut payload = Vec::new();

@@ -6,6 +6,7 @@ use std::future::{Future as _, poll_fn};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use bytes::Buf;
 use h2::server::SendResponse;
@@ -23,6 +24,9 @@ pub use self::packets::{AGENT_SEND_BYTES, CLIENT_WINDOW_BYTES, SERVER_SEND_BYTES
 /// Number of reset streams to remember per connection. Frames in flight during the reset are expected for a
 /// remembered stream; for a forgotten stream, every such frame costs another reset.
 const RESET_STREAMS: usize = 4096;
+
+/// Time for which a reset stream is remembered, the default of `h2`.
+const RESET_TIME: Duration = Duration::from_secs(1);
 
 /// Budget for unread small DATA frames, in bytes as `h2` counts them; `h2` ends a connection over this
 /// budget. Never nearly used up, because every frame is read at once, see [`super::halves`].
@@ -55,6 +59,14 @@ pub struct TakerLimits {
     pub streams: u32,
     /// Largest number of unsent bytes of one stream.
     pub send_bytes: usize,
+    /// Number of streams that the peer may have reset because of its own errors during the life of the connection; the
+    /// next such error ends the connection. `None` for no limit: each error costs memory while the peer does not read.
+    pub error_resets: Option<usize>,
+    /// Number of reset streams to remember. Frames in flight during the reset are expected for a remembered stream; for
+    /// a forgotten stream, every such frame is an error of the peer.
+    pub reset_streams: usize,
+    /// Time for which a reset stream is remembered.
+    pub reset_time: Duration,
     /// Times of the pings.
     pub pings: Pings,
 }
@@ -66,6 +78,9 @@ impl TakerLimits {
             held_bytes: TAKER_HELD_BYTES,
             streams: u32::MAX,
             send_bytes: SEND_BYTES,
+            error_resets: None,
+            reset_streams: RESET_STREAMS,
+            reset_time: RESET_TIME,
             pings: Pings::default(),
         }
     }
@@ -170,9 +185,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Taker<S> {
             .max_send_buffer_size(limits.send_bytes)
             .max_concurrent_streams(limits.streams)
             .max_header_list_size(HEADER_BYTES)
-            .max_concurrent_reset_streams(RESET_STREAMS)
+            .max_concurrent_reset_streams(limits.reset_streams)
+            .reset_stream_duration(limits.reset_time)
             .max_pending_accept_reset_streams(RESET_STREAMS)
-            .max_local_error_reset_streams(None)
+            .max_local_error_reset_streams(limits.error_resets)
             .data_frame_budget(SMALL_FRAMES)
             .handshake::<_, Chunk>(CountingReader::new(stream, inbound.clone()))
             .await?;
@@ -235,8 +251,6 @@ fn unpingable() -> h2::Error {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
-    use std::time::Duration;
 
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex, sink};
     use tokio::time::{Instant, sleep, timeout};

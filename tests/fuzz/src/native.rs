@@ -93,7 +93,7 @@ async fn taker(near: DuplexStream, inbound: &Arc<Inbound>) {
         held_bytes: 1 << 20,
         streams: STREAMS,
         send_bytes: 1 << 16,
-        pings: Pings::default(),
+        ..TakerLimits::trusting()
     };
     let Ok(mut taker) = Taker::new(near, inbound.clone(), limits).await else {
         return;

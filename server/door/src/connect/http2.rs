@@ -38,6 +38,18 @@ const WINDOW_BYTES: u32 = 512 * 1024;
 /// leave many streams unread.
 const SEND_BYTES: usize = 64 * 1024;
 
+/// Maximum number of streams of a connection that the client has reset by its own errors, as for agents. Each may occupy
+/// 1.4 KiB while the client does not read. Well-behaved clients cause such an error only by a frame for a stream that the
+/// front door reset and has forgotten.
+const ERROR_RESETS: usize = 1024;
+
+/// Number of reset streams to remember: all streams of a connection, if their endpoint ends.
+const RESET_STREAMS: usize = MAX_STREAMS as usize;
+
+/// Time for which a reset stream is remembered. Frames that a client sent before it learned of the reset arrive within
+/// this time: a client is lost if nothing arrives for 20 s after a ping.
+const RESET_TIME: Duration = Duration::from_secs(30);
+
 /// A stream counts as premature if the client resets the stream within this time and before a response
 /// (Envoy's `overload.premature_reset_min_stream_lifetime_seconds`).
 const PREMATURE: Duration = Duration::from_secs(1);
@@ -83,6 +95,9 @@ impl ConnectListener {
             held_bytes: TAKER_HELD_BYTES,
             streams: MAX_STREAMS,
             send_bytes: SEND_BYTES,
+            error_resets: Some(ERROR_RESETS),
+            reset_streams: RESET_STREAMS,
+            reset_time: RESET_TIME,
             pings: Pings::default(),
         };
         let taker = Taker::new(stream, inbound.clone(), limits);
