@@ -15,8 +15,9 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use crate::frames::{
-    self, CONTINUATION, DATA, END_HEADERS, Frames, GOAWAY, HEADERS, INITIAL_WINDOW_SIZE, PING,
-    PRIORITY, RST_STREAM, SETTINGS, Settings, WINDOW_UPDATE, connect_fields, field, frame,
+    self, CONTINUATION, DATA, END_HEADERS, END_STREAM, Frames, GOAWAY, HEADERS,
+    INITIAL_WINDOW_SIZE, PING, PRIORITY, RST_STREAM, SETTINGS, Settings, WINDOW_UPDATE,
+    connect_fields, field, frame,
 };
 use crate::support::{Door, Http2, LIMIT, Tunnel, Upstream, stands_still, timely};
 
@@ -174,6 +175,79 @@ async fn compressed_header_list_of_48_mb_closes_the_connection() {
     let goaway = frames.next_of(GOAWAY).await;
     is_closed_for(CALM, goaway.map(|frame| frame.code()), "48 MB");
     stage.is_well(FLOOD_BYTES).await;
+}
+
+/// Encodes the fields of a CONNECT request that nobody serves, and `count` equal fields with an empty value, of one byte
+/// each. The first request of a connection defines the field.
+fn many_fields(is_first: bool, count: usize) -> Vec<u8> {
+    let definition: &[u8] = if is_first { &[0x40, 1, b'x', 0] } else { &[] };
+    let request = connect_fields("other.demo.svc.cluster.local:443");
+    [&request[..], definition, &vec![0x80 | 62; count]].concat()
+}
+
+#[tokio::test]
+async fn header_lists_of_more_than_8_kib_are_refused() {
+    let mut stage = Stage::new(&[]).await;
+    let (mut frames, mut write) = frames::connect(stage.at(), &[]).await;
+    // A field counts 33 bytes.
+    let large = frame(HEADERS, END_HEADERS, 1, &many_fields(true, 300));
+    let next = frame(HEADERS, END_HEADERS, 3, &many_fields(false, 200));
+    write.write_all(&[large, next].concat()).await.unwrap();
+    let reset = frames.next_of(RST_STREAM).await.unwrap();
+    assert_eq!((reset.stream, reset.code()), (1, PROTOCOL_ERROR));
+    let served = frame(HEADERS, END_HEADERS, 5, &connect_fields(RAW));
+    write.write_all(&served).await.unwrap();
+    let mut answer = frames.next_of(HEADERS).await.unwrap();
+    while answer.stream != 5 {
+        answer = frames.next_of(HEADERS).await.unwrap();
+    }
+    assert_eq!(answer.status(), Some(200));
+    let huge = frame(HEADERS, END_HEADERS, 7, &many_fields(false, 1200));
+    write.write_all(&huge).await.unwrap();
+    let goaway = frames.next_of(GOAWAY).await;
+    is_closed_for(CALM, goaway.map(|frame| frame.code()), "39 KiB");
+    stage.is_well(FLOOD_BYTES).await;
+}
+
+/// Connections that send a thousand requests each at once, with header fields of 18 KiB in memory: 288 MiB together.
+const CROWD: usize = 16;
+/// Limit of the program's memory growth meanwhile, in bytes.
+const CROWD_BYTES: u64 = 96 << 20;
+
+#[tokio::test]
+async fn requests_of_a_burst_are_not_in_memory_at_once() {
+    let mut stage = Stage::new(&[]).await;
+    let before = stage.door.program.peak_rss();
+    let mut burst = Vec::new();
+    for id in (1..2000u32).step_by(2) {
+        let fields = many_fields(id == 1, 230);
+        burst.extend(frame(HEADERS, END_HEADERS | END_STREAM, id, &fields));
+    }
+    let mut crowd = JoinSet::new();
+    for _ in 0..CROWD {
+        let (burst, at) = (burst.clone(), stage.at());
+        crowd.spawn(async move {
+            let (mut frames, mut write) = frames::connect(at, &[]).await;
+            let answers = async {
+                for _ in 0..1000 {
+                    let answer = frames.next_of(HEADERS).await.unwrap();
+                    assert_eq!(answer.status(), Some(404));
+                }
+            };
+            let (sent, ()) = tokio::join!(write.write_all(&burst), answers);
+            sent.unwrap();
+        });
+    }
+    while let Some(served) = crowd.join_next().await {
+        served.unwrap();
+    }
+    let more = stage.door.program.peak_rss() - before;
+    assert!(
+        more < CROWD_BYTES,
+        "memory has grown by {} KiB",
+        more / 1024
+    );
+    stage.is_well(CROWD_BYTES).await;
 }
 
 /// Opens up to 3,000 streams and resets each stream at once. Returns true if the door closed the connection,

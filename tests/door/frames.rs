@@ -17,6 +17,7 @@ pub(crate) const GOAWAY: u8 = 7;
 pub(crate) const WINDOW_UPDATE: u8 = 8;
 pub(crate) const CONTINUATION: u8 = 9;
 
+pub(crate) const END_STREAM: u8 = 1;
 pub(crate) const END_HEADERS: u8 = 4;
 pub(crate) const PRIORITY: u8 = 0x20;
 

@@ -242,10 +242,23 @@ impl Program {
     /// # Panics
     /// If the program has exited.
     pub fn rss(&self) -> u64 {
+        self.memory("VmRSS:")
+    }
+
+    /// Returns the largest resident memory that the program has had so far, in bytes.
+    ///
+    /// # Panics
+    /// If the program has exited.
+    pub fn peak_rss(&self) -> u64 {
+        self.memory("VmHWM:")
+    }
+
+    /// Returns the value of a line in `/proc/pid/status`, see proc_pid_status(5).
+    fn memory(&self, name: &str) -> u64 {
         let status = std::fs::read_to_string(self.proc("status")).expect("a living program");
-        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+        let line = status.lines().find_map(|line| line.strip_prefix(name));
         let kib = line.and_then(|rest| rest.trim().strip_suffix(" kB"));
-        1024 * kib.expect("VmRSS in kB").parse::<u64>().unwrap()
+        1024 * kib.expect("a value in kB").parse::<u64>().unwrap()
     }
 
     /// Returns the processor time that the program has used, user and system together.

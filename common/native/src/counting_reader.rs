@@ -7,7 +7,7 @@
 use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll};
 
 use bytes::{BufMut as _, BytesMut};
@@ -24,6 +24,38 @@ const AHEAD_BYTES: usize = 4 * FRAME_BYTES;
 /// Bytes of one read while a write waits.
 const READ_BYTES: usize = 16 * 1024;
 
+/// Number of bytes that `h2` may read before the streams opened by these bytes are accepted. `h2` decodes all input that
+/// arrives, and a request occupies up to eighty times the bytes that it has on the wire.
+#[derive(Clone, Debug)]
+pub(crate) struct ReadQuota {
+    bytes: usize,
+    left: Arc<AtomicUsize>,
+}
+
+impl ReadQuota {
+    pub(crate) fn new(bytes: usize) -> Self {
+        let left = Arc::new(AtomicUsize::new(bytes));
+        Self { bytes, left }
+    }
+
+    /// Returns true if reads wait for the next [`renew`](Self::renew). Nobody is woken: the caller polls `h2` again.
+    pub(crate) fn is_used_up(&self) -> bool {
+        self.left() == 0
+    }
+
+    pub(crate) fn renew(&self) {
+        self.left.store(self.bytes, Ordering::Relaxed);
+    }
+
+    fn left(&self) -> usize {
+        self.left.load(Ordering::Relaxed)
+    }
+
+    fn spend(&self, bytes: usize) {
+        self.left.fetch_sub(bytes, Ordering::Relaxed);
+    }
+}
+
 /// Stream with a counter of all bytes read, in [`Inbound::heard`].
 #[derive(Debug)]
 pub(crate) struct CountingReader<S> {
@@ -35,6 +67,7 @@ pub(crate) struct CountingReader<S> {
     limit: usize,
     /// True if the last read waits, and no write has waited since. `h2` then reads what arrives.
     is_reading: bool,
+    quota: Option<ReadQuota>,
 }
 
 impl<S> CountingReader<S> {
@@ -46,7 +79,13 @@ impl<S> CountingReader<S> {
             ahead: BytesMut::new(),
             limit: 0,
             is_reading: false,
+            quota: None,
         }
+    }
+
+    /// Returns the stream with a quota for its reads. `None` means no limit.
+    pub(crate) fn within(self, quota: Option<ReadQuota>) -> Self {
+        Self { quota, ..self }
     }
 
     /// Returns the stream with reading ahead: it also reads while a write waits.
@@ -64,6 +103,28 @@ impl<S> CountingReader<S> {
 }
 
 impl<S: AsyncRead + Unpin> CountingReader<S> {
+    /// Reads at most the rest of the quota.
+    fn poll_inner(
+        &mut self,
+        cx: &mut Context<'_>,
+        target: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let inner = Pin::new(&mut self.inner);
+        let Some(quota) = &self.quota else {
+            return inner.poll_read(cx, target);
+        };
+        if quota.is_used_up() {
+            return Poll::Pending;
+        }
+        let room = quota.left().min(target.remaining());
+        let mut part = ReadBuf::new(target.initialize_unfilled_to(room));
+        let read = inner.poll_read(cx, &mut part);
+        let bytes = part.filled().len();
+        target.advance(bytes);
+        quota.spend(bytes);
+        read
+    }
+
     /// Reads ahead if a write has to wait and `h2` does not read.
     fn while_pending<T>(&mut self, cx: &mut Context<'_>, written: Poll<T>) -> Poll<T> {
         if written.is_ready() || std::mem::take(&mut self.is_reading) {
@@ -100,7 +161,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for CountingReader<S> {
     ) -> Poll<io::Result<()>> {
         if self.ahead.is_empty() {
             let before = target.filled().len();
-            let read = Pin::new(&mut self.inner).poll_read(cx, target);
+            let read = self.poll_inner(cx, target);
             self.count(target.filled().len() - before);
             self.is_reading = read.is_pending();
             return read;

@@ -347,7 +347,11 @@ impl NativeSource {
                     return Poll::Ready(Some(bytes));
                 }
                 Some(Err(error)) => Err(reason_of(&error, self.lost)),
-                None => Ok(()),
+                None => {
+                    // HTTP/2 keeps unread trailers as long as the stream.
+                    let _ = self.stream.poll_trailers(cx);
+                    Ok(())
+                }
             };
             self.end = Some(end);
             return Poll::Ready(None);

@@ -14,7 +14,7 @@ use h2::{RecvStream, client, server};
 use http::Request;
 use tokio::io::{AsyncRead, AsyncWrite};
 
-use super::counting_reader::CountingReader;
+use super::counting_reader::{CountingReader, ReadQuota};
 use super::halves::Chunk;
 use super::window::{Inbound, OPENER_HELD_BYTES, Pings, TAKER_HELD_BYTES, Tuner, Window};
 use super::{CONNECTION_WINDOW_BYTES, FRAME_BYTES, SEND_BYTES};
@@ -35,6 +35,9 @@ const SMALL_FRAMES: usize = 64 * 1024 * 1024;
 /// Largest accepted header block, in bytes. Our programs send less than 1 KiB, except for long error texts.
 const HEADER_BYTES: u32 = 64 * 1024;
 
+/// Number of read quotas that one poll of a connection uses up at most. Streams that wait for these bytes run next.
+const QUOTAS: usize = 4;
+
 /// Client end of an HTTP/2 connection, which opens streams; used by the server for a native agent connection, and by
 /// the agent for a packet stream.
 pub struct Opener<S, B: Buf = Chunk> {
@@ -47,6 +50,7 @@ pub struct Opener<S, B: Buf = Chunk> {
 pub struct Taker<S, B: Buf = Chunk> {
     connection: server::Connection<CountingReader<S>, B>,
     tuner: Tuner,
+    quota: Option<ReadQuota>,
 }
 
 /// Limits on the resources used by the peer of a [`Taker`].
@@ -67,6 +71,12 @@ pub struct TakerLimits {
     pub reset_streams: usize,
     /// Time for which a reset stream is remembered.
     pub reset_time: Duration,
+    /// Largest accepted header list, in bytes as `h2` counts them: 32 more than the text of each field. A larger list resets
+    /// its stream, and a list of four times the size ends the connection.
+    pub header_bytes: u32,
+    /// Number of bytes to read before the streams opened by these bytes are accepted. `None` for no limit: all requests
+    /// that have arrived are in memory at once.
+    pub read_quota: Option<usize>,
     /// Times of the pings.
     pub pings: Pings,
 }
@@ -81,6 +91,8 @@ impl TakerLimits {
             error_resets: None,
             reset_streams: RESET_STREAMS,
             reset_time: RESET_TIME,
+            header_bytes: HEADER_BYTES,
+            read_quota: None,
             pings: Pings::default(),
         }
     }
@@ -178,23 +190,29 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Taker<S> {
         inbound: Arc<Inbound>,
         limits: TakerLimits,
     ) -> Result<Self, h2::Error> {
+        let quota = limits.read_quota.map(ReadQuota::new);
+        let reader = CountingReader::new(stream, inbound.clone()).within(quota.clone());
         let mut connection = server::Builder::new()
             .initial_window_size(inbound.window())
             .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
             .max_frame_size(FRAME_BYTES as u32)
             .max_send_buffer_size(limits.send_bytes)
             .max_concurrent_streams(limits.streams)
-            .max_header_list_size(HEADER_BYTES)
+            .max_header_list_size(limits.header_bytes)
             .max_concurrent_reset_streams(limits.reset_streams)
             .reset_stream_duration(limits.reset_time)
             .max_pending_accept_reset_streams(RESET_STREAMS)
             .max_local_error_reset_streams(limits.error_resets)
             .data_frame_budget(SMALL_FRAMES)
-            .handshake::<_, Chunk>(CountingReader::new(stream, inbound.clone()))
+            .handshake::<_, Chunk>(reader)
             .await?;
         let ping = connection.ping_pong().ok_or_else(unpingable)?;
         let tuner = Tuner::new(ping, inbound, limits.held_bytes, limits.pings);
-        Ok(Self { connection, tuner })
+        Ok(Self {
+            connection,
+            tuner,
+            quota,
+        })
     }
 }
 
@@ -218,11 +236,25 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Taker<S, B> {
     /// # Errors
     /// Fails with the cause if the connection broke or the peer is silent.
     pub async fn next(&mut self) -> Result<Option<Incoming<B>>, String> {
-        let Self { connection, tuner } = self;
+        let Self {
+            connection,
+            tuner,
+            quota,
+        } = self;
         poll_fn(|cx| {
+            let mut quotas = 0;
             loop {
                 if let Poll::Ready(next) = connection.poll_accept(cx) {
                     return Poll::Ready(next.transpose().map_err(|error| error.to_string()));
+                }
+                if let Some(quota) = quota.as_ref().filter(|quota| quota.is_used_up()) {
+                    // All streams so far are accepted.
+                    quota.renew();
+                    quotas += 1;
+                    if quotas < QUOTAS {
+                        continue;
+                    }
+                    cx.waker().wake_by_ref();
                 }
                 let announce = |window| match window {
                     Window::Connection(bytes) => {

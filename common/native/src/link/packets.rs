@@ -101,7 +101,11 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Taker<S, B> {
             .await?;
         let ping = connection.ping_pong().ok_or_else(unpingable)?;
         let tuner = Tuner::new(ping, inbound, HELD_BYTES, pings);
-        Ok(Self { connection, tuner })
+        Ok(Self {
+            connection,
+            tuner,
+            quota: None,
+        })
     }
 }
 

@@ -13,7 +13,7 @@ use culvert_native::window::{Inbound, Pings, TAKER_HELD_BYTES, WindowProfile};
 use culvert_stream::CloseReason;
 use culvert_stream::allowance::Allowance;
 use culvert_stream::io::LINGER;
-use http::{HeaderValue, Method, Response, StatusCode};
+use http::{HeaderMap, HeaderValue, Method, Response, StatusCode};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::task::coop::consume_budget;
 use tokio::time::{Instant, sleep, timeout};
@@ -49,6 +49,13 @@ const RESET_STREAMS: usize = MAX_STREAMS as usize;
 /// Time for which a reset stream is remembered. Frames that a client sent before it learned of the reset arrive within
 /// this time: a client is lost if nothing arrives for 20 s after a ping.
 const RESET_TIME: Duration = Duration::from_secs(30);
+
+/// Largest header list of a request, in bytes. A node's request has two fields of less than 400 bytes together.
+const HEADER_BYTES: u32 = 8 * 1024;
+
+/// Number of bytes to read from a client before the requests in them are accepted, and their header fields dropped. So
+/// many bytes may encode header fields of 1.3 MiB.
+const READ_QUOTA: usize = 16 * 1024;
 
 /// A stream counts as premature if the client resets the stream within this time and before a response
 /// (Envoy's `overload.premature_reset_min_stream_lifetime_seconds`).
@@ -98,6 +105,8 @@ impl ConnectListener {
             error_resets: Some(ERROR_RESETS),
             reset_streams: RESET_STREAMS,
             reset_time: RESET_TIME,
+            header_bytes: HEADER_BYTES,
+            read_quota: Some(READ_QUOTA),
             pings: Pings::default(),
         };
         let taker = Taker::new(stream, inbound.clone(), limits);
@@ -135,7 +144,9 @@ impl ConnectListener {
                 }
             };
             match next {
-                Ok(Some(incoming)) => {
+                Ok(Some(mut incoming)) => {
+                    // The fields may be large, and the stream's task starts later.
+                    *incoming.0.headers_mut() = HeaderMap::new();
                     was_alone = false;
                     shared.opened.fetch_add(1, Ordering::Relaxed);
                     if shared.is_flood() {
