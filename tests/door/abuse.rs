@@ -38,6 +38,8 @@ const SILENT_BYTES: u64 = 8 << 10;
 
 /// HTTP/2 error code PROTOCOL_ERROR (RFC 9113, section 7).
 const PROTOCOL_ERROR: u32 = 1;
+/// HTTP/2 error code FRAME_SIZE_ERROR (RFC 9113, section 7).
+const FRAME_SIZE_ERROR: u32 = 6;
 /// HTTP/2 error code ENHANCE_YOUR_CALM (RFC 9113, section 7).
 const CALM: u32 = 11;
 
@@ -330,6 +332,22 @@ async fn ping_and_settings_floods_with_unread_answers_are_closed() {
     };
     let (closed, ()) = tokio::join!(both, meanwhile);
     assert_eq!(closed, (true, true), "PING and SETTINGS");
+    stage.is_well(FLOOD_BYTES).await;
+}
+
+#[tokio::test]
+async fn frame_of_more_than_16_kib_closes_the_connection_before_its_payload_arrives() {
+    let mut stage = Stage::new(&[]).await;
+    let (mut frames, mut write) = frames::connect(stage.at(), &[]).await;
+    let open = frame(HEADERS, END_HEADERS, 1, &connect_fields(RAW));
+    let whole = frame(DATA, 0, 1, &[b'x'; 16_384]);
+    write.write_all(&[open, whole].concat()).await.unwrap();
+    let answer = frames.next_of(HEADERS).await.unwrap();
+    assert_eq!(answer.status(), Some(200));
+    let large = frame(DATA, 0, 1, &[b'x'; 16_385]);
+    write.write_all(&large[..9]).await.unwrap();
+    let goaway = frames.next_of(GOAWAY).await.unwrap();
+    assert_eq!(goaway.code(), FRAME_SIZE_ERROR);
     stage.is_well(FLOOD_BYTES).await;
 }
 

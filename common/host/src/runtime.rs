@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
 pub use self::essential::{essential, spawn_essential};
-pub use self::open_files::set_open_file_limit;
+pub use self::open_files::{memory_limit, set_open_file_limit};
 use crate::flags::Exit;
 use crate::telemetry::logging::{self, LogConfig};
 

@@ -71,6 +71,8 @@ pub struct TakerLimits {
     pub reset_streams: usize,
     /// Time for which a reset stream is remembered.
     pub reset_time: Duration,
+    /// Largest accepted frame payload, in bytes. A peer may send a part of a frame, which waits in memory for the rest.
+    pub frame_bytes: u32,
     /// Largest accepted header list, in bytes as `h2` counts them: 32 more than the text of each field. A larger list resets
     /// its stream, and a list of four times the size ends the connection.
     pub header_bytes: u32,
@@ -91,6 +93,7 @@ impl TakerLimits {
             error_resets: None,
             reset_streams: RESET_STREAMS,
             reset_time: RESET_TIME,
+            frame_bytes: FRAME_BYTES as u32,
             header_bytes: HEADER_BYTES,
             read_quota: None,
             pings: Pings::default(),
@@ -195,7 +198,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Taker<S> {
         let mut connection = server::Builder::new()
             .initial_window_size(inbound.window())
             .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
-            .max_frame_size(FRAME_BYTES as u32)
+            .max_frame_size(limits.frame_bytes)
             .max_send_buffer_size(limits.send_bytes)
             .max_concurrent_streams(limits.streams)
             .max_header_list_size(limits.header_bytes)

@@ -12,7 +12,7 @@ use culvert_host::net::congestion::ChosenCongestion;
 use culvert_host::net::listen::Listener;
 use culvert_host::net::shares::Shares;
 use culvert_host::runtime::shards::Shards;
-use culvert_host::runtime::{essential, spawn_essential};
+use culvert_host::runtime::{essential, memory_limit, spawn_essential};
 use culvert_host::tls::reload::{ServerFiles, ServerTls};
 use culvert_host::tls::{TlsError, TlsOptions};
 use tokio::net::TcpListener;
@@ -24,7 +24,7 @@ use tracing::{info, warn};
 
 use super::balancer::Balancer;
 use super::config::{Config, Source, Tunneling};
-use super::connect::ConnectListener;
+use super::connect::{self, ConnectListener};
 use super::discovery::Discovery;
 use super::file::Follower;
 use super::files::{Files, Reloader};
@@ -249,6 +249,7 @@ impl Bound {
                 require_tls: tunneling.require_tls,
                 allowed: tunneling.allowed,
                 requests: Admission::new(front::ADMISSION),
+                sessions: connect::sessions(memory_limit()),
             });
             let (front, until) = (front.clone(), closing.clone());
             let listener = Listener::tcp(listener, &keepalive);

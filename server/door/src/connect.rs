@@ -25,6 +25,7 @@ use culvert_host::net::dial::split_host_port;
 use culvert_host::net::networks::Networks;
 use culvert_host::net::proxy_protocol::{Origin, UNEXPECTED_HEADER, is_header};
 use culvert_host::net::readahead::ReadAhead;
+use culvert_host::net::shares::Shares;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_host::tls::reload::ServerTls;
 use culvert_stream::allowance::Allowance;
@@ -62,6 +63,13 @@ const PREFACE_BYTES: usize = 24;
 /// Largest HTTP/1 head of a client that needs no slot, in bytes. Heads of CONNECT requests have a few hundred bytes.
 const WHOLE_HEAD_BYTES: usize = 4096;
 
+/// Memory for an HTTP/2 connection without CONNECT streams, in bytes: buffers of 24 KiB, a frame of 16 KiB that is not
+/// complete, and the state of HTTP/2, the task and the socket.
+const SESSION_BYTES: u64 = 64 * 1024;
+
+/// HTTP/2 connections that an address may have for each free place. All nodes of a cluster may have one address.
+const SESSION_FACTOR: u64 = 8;
+
 /// First byte of a TLS handshake.
 const TLS_HANDSHAKE: u8 = 22;
 
@@ -80,6 +88,14 @@ pub(crate) struct ConnectListener {
     pub allowed: Networks,
     /// Slots for clients that have sent a part of their request.
     pub requests: Arc<Admission>,
+    /// Shares of the clients' addresses in the HTTP/2 connections that fit the memory limit.
+    pub sessions: Arc<Shares>,
+}
+
+/// Returns the shares in the HTTP/2 connections that fit a memory limit in bytes; `None` stands for no limit.
+pub(crate) fn sessions(memory: Option<u64>) -> Arc<Shares> {
+    let most = memory.map_or(u64::MAX, |bytes| bytes / SESSION_BYTES);
+    Shares::of(most, SESSION_FACTOR)
 }
 
 impl ConnectListener {

@@ -58,6 +58,13 @@ impl Shares {
         self.take_at(source, u64::try_from(number).unwrap_or_default())
     }
 
+    /// Counts a new connection from `source` if the places are used by nothing but counted connections; returns `None` if
+    /// the source has used up its share.
+    pub fn take_place(self: &Arc<Self>, source: IpAddr) -> Option<Share> {
+        let in_use = self.hosts.lock().values().sum();
+        self.take_at(source, in_use)
+    }
+
     /// Counts a new connection from `source` while `in_use` places are in use; returns `None` if the source has used
     /// up its share.
     pub fn take_at(self: &Arc<Self>, source: IpAddr, in_use: u64) -> Option<Share> {
@@ -120,6 +127,20 @@ mod tests {
         assert_eq!(fill(&shares, &mut open, "2001:db8::1"), 334);
         assert_eq!(fill(&shares, &mut open, "2001:db8::2"), 0);
         assert!(fill(&shares, &mut open, "2001:db8:0:1::1") > 0);
+    }
+
+    #[test]
+    fn places_are_limited_and_each_source_leaves_some() {
+        let shares = Shares::of(90, 8);
+        let take = |source: &str| shares.take_place(source.parse().unwrap());
+        let first: Vec<Share> = std::iter::from_fn(|| take("192.0.2.1")).collect();
+        assert_eq!(first.len(), 80);
+        let second: Vec<Share> = std::iter::from_fn(|| take("192.0.2.2")).collect();
+        assert_eq!(second.len(), 9);
+        let last = take("192.0.2.3");
+        assert!(last.is_some() && take("192.0.2.4").is_none());
+        drop(first);
+        assert!(take("192.0.2.1").is_some());
     }
 
     #[test]

@@ -17,9 +17,7 @@ const MIN_DESCRIPTORS: u64 = 4096;
 /// soft limit to as many descriptors as fit: the program refuses further connections instead of being killed.
 pub fn set_open_file_limit() {
     let mut limit = getrlimit(Resource::Nofile);
-    let memory = std::fs::read_to_string("/proc/self/cgroup")
-        .ok()
-        .and_then(|own| memory_limit(Path::new("/sys/fs/cgroup"), &own));
+    let memory = memory_limit();
     let soft = soft_limit(limit.maximum, memory);
     if soft != limit.maximum {
         info!(
@@ -36,6 +34,12 @@ pub fn set_open_file_limit() {
     }
 }
 
+/// Returns the memory limit of the process in bytes, from its control groups; `None` without a limit.
+pub fn memory_limit() -> Option<u64> {
+    let own = std::fs::read_to_string("/proc/self/cgroup").ok()?;
+    smallest_limit(Path::new("/sys/fs/cgroup"), &own)
+}
+
 /// Returns the soft limit for a hard limit and a memory limit in bytes; `None` stands for no limit.
 fn soft_limit(hard: Option<u64>, memory: Option<u64>) -> Option<u64> {
     let fitting = memory.map(|bytes| (bytes / DESCRIPTOR_BYTES).max(MIN_DESCRIPTORS));
@@ -48,7 +52,7 @@ fn soft_limit(hard: Option<u64>, memory: Option<u64>) -> Option<u64> {
 /// Returns the smallest memory limit in bytes of a process's control groups, which are mounted at `root`. `own` has the
 /// form of `/proc/self/cgroup` (cgroups(7)). In a container, the path in `own` may not exist below `root`, and `root`
 /// shows the group of the container.
-fn memory_limit(root: &Path, own: &str) -> Option<u64> {
+fn smallest_limit(root: &Path, own: &str) -> Option<u64> {
     let groups = own.lines().filter_map(|line| {
         let (_, group) = line.split_once(':')?;
         let (controllers, path) = group.split_once(':')?;
@@ -99,13 +103,13 @@ mod tests {
         let group = root.path().join("kubepods/pod1/container");
         fs::create_dir_all(&group).unwrap();
         let own = "0::/kubepods/pod1/container\n";
-        assert_eq!(memory_limit(root.path(), own), None);
+        assert_eq!(smallest_limit(root.path(), own), None);
         fs::write(group.join("memory.max"), "max\n").unwrap();
-        assert_eq!(memory_limit(root.path(), own), None);
+        assert_eq!(smallest_limit(root.path(), own), None);
         fs::write(root.path().join("kubepods/pod1/memory.max"), "536870912\n").unwrap();
-        assert_eq!(memory_limit(root.path(), own), Some(536_870_912));
+        assert_eq!(smallest_limit(root.path(), own), Some(536_870_912));
         fs::write(group.join("memory.max"), "1048576\n").unwrap();
-        assert_eq!(memory_limit(root.path(), own), Some(1_048_576));
+        assert_eq!(smallest_limit(root.path(), own), Some(1_048_576));
     }
 
     #[test]
@@ -115,6 +119,6 @@ mod tests {
         let file = root.path().join("memory/memory.limit_in_bytes");
         fs::write(file, "268435456\n").unwrap();
         let own = "5:cpu,cpuacct:/\n4:memory:/docker/0123\n0::/\n";
-        assert_eq!(memory_limit(root.path(), own), Some(268_435_456));
+        assert_eq!(smallest_limit(root.path(), own), Some(268_435_456));
     }
 }

@@ -17,11 +17,11 @@ use http::{HeaderMap, HeaderValue, Method, Response, StatusCode};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::task::coop::consume_budget;
 use tokio::time::{Instant, sleep, timeout};
-use tracing::debug;
+use tracing::{debug, warn};
 
 use super::denial::Denial;
 use super::{ConnectListener, admit};
-use crate::metrics::Refusal;
+use crate::metrics::{Entrance, Refusal};
 
 /// Maximum number of bytes kept for a stalled client by all CONNECT streams of an HTTP/2 connection together.
 /// Once half of the total is used, each stream reads less at a time. Each stream may keep 8 KiB in addition.
@@ -49,6 +49,9 @@ const RESET_STREAMS: usize = MAX_STREAMS as usize;
 /// Time for which a reset stream is remembered. Frames that a client sent before it learned of the reset arrive within
 /// this time: a client is lost if nothing arrives for 20 s after a ping.
 const RESET_TIME: Duration = Duration::from_secs(30);
+
+/// Largest frame payload that a client may send, in bytes: the smallest limit that HTTP/2 permits, and Envoy's limit.
+const FRAME_BYTES: u32 = 16 * 1024;
 
 /// Largest header list of a request, in bytes. A node's request has two fields of less than 400 bytes together.
 const HEADER_BYTES: u32 = 8 * 1024;
@@ -97,6 +100,9 @@ impl ConnectListener {
     ) where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
+        let Some(_place) = self.sessions.take_place(peer.ip()) else {
+            return self.refuse_session(peer);
+        };
         let inbound = Arc::new(Inbound::new(WindowProfile::Fixed(WINDOW_BYTES)));
         let limits = TakerLimits {
             held_bytes: TAKER_HELD_BYTES,
@@ -105,6 +111,7 @@ impl ConnectListener {
             error_resets: Some(ERROR_RESETS),
             reset_streams: RESET_STREAMS,
             reset_time: RESET_TIME,
+            frame_bytes: FRAME_BYTES,
             header_bytes: HEADER_BYTES,
             read_quota: Some(READ_QUOTA),
             pings: Pings::default(),
@@ -175,6 +182,13 @@ impl ConnectListener {
                 }
             }
         }
+    }
+
+    /// Refuses an HTTP/2 connection beyond the memory limit.
+    fn refuse_session(&self, peer: Origin) {
+        warn!(%peer, "HTTP/2 connection refused: the address has most of the connections that fit the memory limit; raise the memory limit, which allows one connection for each 64 KiB");
+        let metrics = &self.front.metrics;
+        metrics.refused(Entrance::Tunneling, Refusal::TooManyConnections);
     }
 
     /// Serves a stream of an HTTP/2 connection.
