@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use culvert_kit::services::Services;
-use culvert_tests::eventually;
+use culvert_tests::{black_hole, eventually};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::net::tcp::OwnedWriteHalf;
@@ -333,6 +333,38 @@ async fn ping_and_settings_floods_with_unread_answers_are_closed() {
     let (closed, ()) = tokio::join!(both, meanwhile);
     assert_eq!(closed, (true, true), "PING and SETTINGS");
     stage.is_well(FLOOD_BYTES).await;
+}
+
+#[tokio::test]
+async fn small_frames_before_the_answer_close_the_connection_and_later_ones_do_not() {
+    let services = Services::start().await.unwrap();
+    let hole = black_hole().await;
+    let routes = [
+        Upstream::new("demo/raw", services.raw).authority(RAW),
+        Upstream::new("demo/silent", hole.addr()).authority(SILENT),
+    ];
+    let door = Door::start(&routes).await;
+    let small = frame(DATA, 0, 1, b"x").repeat(20_000);
+
+    let open = frame(HEADERS, END_HEADERS, 1, &connect_fields(SILENT));
+    let (mut frames, mut write) = frames::connect(door.tunneling, &[]).await;
+    // Fails if the door has closed the connection already.
+    let _ = write.write_all(&[open, small.clone()].concat()).await;
+    let goaway = frames.next_of(GOAWAY).await;
+    is_closed_for(CALM, goaway.map(|frame| frame.code()), "small frames");
+
+    let open = frame(HEADERS, END_HEADERS, 1, &connect_fields(RAW));
+    let echo = frame(DATA, 0, 1, b"echo\n");
+    let (mut frames, mut write) = frames::connect(door.tunneling, &[]).await;
+    write.write_all(&[open, echo].concat()).await.unwrap();
+    let answer = frames.next_of(HEADERS).await.unwrap();
+    assert_eq!(answer.status(), Some(200));
+    write.write_all(&small).await.unwrap();
+    let mut echoed = 0;
+    while echoed < 20_000 {
+        let data = frames.next_of(DATA).await.expect("an open connection");
+        echoed += data.payload.len();
+    }
 }
 
 #[tokio::test]

@@ -29,7 +29,8 @@ const RESET_STREAMS: usize = 4096;
 const RESET_TIME: Duration = Duration::from_secs(1);
 
 /// Budget for unread small DATA frames, in bytes as `h2` counts them; `h2` ends a connection over this
-/// budget. Never nearly used up, because every frame is read at once, see [`super::halves`].
+/// budget. Never nearly used up by our programs: they send nothing before the answer, and afterwards every frame is read
+/// at once, see [`super::halves`].
 const SMALL_FRAMES: usize = 64 * 1024 * 1024;
 
 /// Largest accepted header block, in bytes. Our programs send less than 1 KiB, except for long error texts.
@@ -73,6 +74,9 @@ pub struct TakerLimits {
     pub reset_time: Duration,
     /// Largest accepted frame payload, in bytes. A peer may send a part of a frame, which waits in memory for the rest.
     pub frame_bytes: u32,
+    /// Budget for unread small DATA frames of all streams, in bytes as `h2` counts them: 256 less the length of each frame.
+    /// `h2` ends a connection over this budget.
+    pub small_frames: usize,
     /// Largest accepted header list, in bytes as `h2` counts them: 32 more than the text of each field. A larger list resets
     /// its stream, and a list of four times the size ends the connection.
     pub header_bytes: u32,
@@ -94,6 +98,7 @@ impl TakerLimits {
             reset_streams: RESET_STREAMS,
             reset_time: RESET_TIME,
             frame_bytes: FRAME_BYTES as u32,
+            small_frames: SMALL_FRAMES,
             header_bytes: HEADER_BYTES,
             read_quota: None,
             pings: Pings::default(),
@@ -206,7 +211,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Taker<S> {
             .reset_stream_duration(limits.reset_time)
             .max_pending_accept_reset_streams(RESET_STREAMS)
             .max_local_error_reset_streams(limits.error_resets)
-            .data_frame_budget(SMALL_FRAMES)
+            .data_frame_budget(limits.small_frames)
             .handshake::<_, Chunk>(reader)
             .await?;
         let ping = connection.ping_pong().ok_or_else(unpingable)?;

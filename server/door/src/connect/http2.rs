@@ -53,6 +53,11 @@ const RESET_TIME: Duration = Duration::from_secs(30);
 /// Largest frame payload that a client may send, in bytes: the smallest limit that HTTP/2 permits, and Envoy's limit.
 const FRAME_BYTES: u32 = 16 * 1024;
 
+/// Budget for unread small DATA frames of a connection, in bytes as `h2` counts them: 8,200 frames of one byte, which
+/// occupy about 4 MiB. The frames of a stream are read at once, but not while its endpoint has not accepted yet. The
+/// budget covers all one-byte frames in four times [`READ_QUOTA`], after which the streams read theirs.
+const SMALL_FRAMES: usize = 2 * 1024 * 1024;
+
 /// Largest header list of a request, in bytes. A node's request has two fields of less than 400 bytes together.
 const HEADER_BYTES: u32 = 8 * 1024;
 
@@ -112,6 +117,7 @@ impl ConnectListener {
             reset_streams: RESET_STREAMS,
             reset_time: RESET_TIME,
             frame_bytes: FRAME_BYTES,
+            small_frames: SMALL_FRAMES,
             header_bytes: HEADER_BYTES,
             read_quota: Some(READ_QUOTA),
             pings: Pings::default(),
