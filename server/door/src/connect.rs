@@ -365,9 +365,9 @@ impl ConnectListener {
         let moved = Arc::<AtomicU64>::default();
         let [up, down] = Tally::both(&upstream, &self.front.metrics, &moved);
         let lost = CloseReason::EndpointLost;
-        let mut source =
-            ReadSource::new(Socket::new(&stream, false), Bytes::new(), lost).within(unread);
-        let mut sink = WriteSink::new(Socket::new(&stream, false), lost);
+        let both = Socket::new(&stream, false);
+        let mut source = ReadSource::new(both.clone(), Bytes::new(), lost).within(unread);
+        let mut sink = WriteSink::new(both, lost);
         let endpoint = (&mut source, &mut sink);
         let limits = &self.front.limits;
         // Half-closed connections have the same idle limit as open connections, enforced by `watch` below.

@@ -4,6 +4,8 @@ use std::io;
 use std::net::Shutdown;
 use std::ops::Deref;
 use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, ready};
 
 use bytes::BufMut;
@@ -37,18 +39,25 @@ impl Drop for ResetOnDrop<'_> {
 }
 
 /// Reads and writes a shared socket. Only one task may read, and only one may write.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Socket<T> {
     socket: T,
     /// Set if the peer sends no urgent data.
     is_framed: bool,
+    /// Set when a write has failed because of a reset. The kernel reports ECONNRESET once; a later read of 0 is not an end
+    /// of stream. Shared by the clones.
+    is_reset: Arc<AtomicBool>,
 }
 
 impl<T> Socket<T> {
     /// Wraps a socket. With `is_framed`, the peer speaks TLS or HTTP/2, and reads need fewer system calls, see
     /// [`read_once`].
     pub(crate) fn new(socket: T, is_framed: bool) -> Self {
-        Self { socket, is_framed }
+        Self {
+            socket,
+            is_framed,
+            is_reset: Arc::default(),
+        }
     }
 }
 
@@ -58,6 +67,7 @@ impl<T: Deref<Target = TcpStream> + Unpin> AsyncRead for Socket<T> {
         cx: &mut Context<'_>,
         target: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
+        let has_room = target.remaining() > 0;
         loop {
             ready!(self.socket.poll_read_ready(cx))?;
             let read = match self.is_framed {
@@ -66,6 +76,9 @@ impl<T: Deref<Target = TcpStream> + Unpin> AsyncRead for Socket<T> {
             };
             match read {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Ok(0) if has_room && self.is_reset.load(Ordering::Relaxed) => {
+                    return Poll::Ready(Err(io::ErrorKind::ConnectionReset.into()));
+                }
                 read => return Poll::Ready(read.map(|_| ())),
             }
         }
@@ -82,6 +95,13 @@ impl<T: Deref<Target = TcpStream> + Unpin> Socket<T> {
             ready!(self.socket.poll_write_ready(cx))?;
             match write(&self.socket) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => {
+                    // A peer that closed normally and no longer reads causes a broken pipe, not a reset.
+                    if error.kind() == io::ErrorKind::ConnectionReset {
+                        self.is_reset.store(true, Ordering::Relaxed);
+                    }
+                    return Poll::Ready(Err(error));
+                }
                 written => return Poll::Ready(written),
             }
         }
@@ -182,6 +202,35 @@ mod tests {
         near.readable().await.unwrap();
         assert_eq!(read_once(&near, &mut room.as_mut()).unwrap(), 0);
         near.readable().now_or_never().unwrap().unwrap();
+    }
+
+    #[tokio::test]
+    async fn reset_that_a_write_reports_is_no_end_for_the_reader() {
+        let (near, far) = pair().await;
+        reset_on_close(&far);
+        drop(far);
+        let socket = Socket::new(&near, false);
+        let (mut reader, mut writer) = (socket.clone(), socket);
+        let written = writer.write(b"x").await.unwrap_err();
+        assert_eq!(written.kind(), io::ErrorKind::ConnectionReset);
+        let read = reader.read(&mut [0; 4]).await.unwrap_err();
+        assert_eq!(read.kind(), io::ErrorKind::ConnectionReset);
+    }
+
+    #[tokio::test]
+    async fn broken_pipe_does_not_hide_the_end_of_the_stream() {
+        let (near, mut far) = pair().await;
+        far.write_all(b"answer").await.unwrap();
+        drop(far);
+        let socket = Socket::new(&near, false);
+        let (mut reader, mut writer) = (socket.clone(), socket);
+        // The peer no longer reads, and refuses the bytes after its end.
+        while writer.write(b"x").await.is_ok() {
+            tokio::task::yield_now().await;
+        }
+        let mut received = Vec::new();
+        reader.read_to_end(&mut received).await.unwrap();
+        assert_eq!(received, b"answer");
     }
 
     #[tokio::test]
