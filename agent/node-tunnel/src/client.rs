@@ -17,7 +17,7 @@ use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_native::halves::{NativeSink, NativeSource, halves};
 use culvert_stream::connection::run_connection;
 use culvert_stream::io::{ReadSource, WriteSink, linger_close};
-use culvert_stream::{CloseReason, HALF_OPEN_IDLE, log_closed};
+use culvert_stream::{CloseReason, log_closed};
 use h2::Reason;
 use http::{StatusCode, Uri};
 use parking_lot::Mutex;
@@ -33,6 +33,10 @@ use super::pool::{ConnectionPool, PoolError, Reach, Seat, Stream};
 
 /// Longest wait for the proxy's answer to a request. The proxy tries several endpoints, for one second each.
 pub(crate) const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Longest time without movement in a half-open connection, after one direction has ended: the idle limit of a node's
+/// Envoy. The proxy's limit is configurable and should decide.
+const HALF_OPEN_IDLE: Duration = Duration::from_secs(3600);
 
 /// Header of a 503 beyond a limit of connections, as in Envoy (`x-envoy-overloaded`).
 const OVERLOADED_HEADER: &str = "x-envoy-overloaded";

@@ -126,6 +126,21 @@ async fn client_gets_the_answer_after_its_half_close() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn half_open_connection_may_be_idle_for_most_of_an_hour() {
+    let mut node = Node::start().await;
+    let mut client = node.client();
+    client.shutdown().await.unwrap();
+    let (mut source, mut sink) = node.accept().await;
+    assert_eq!(source.recv().await, Ok(None));
+    sleep(Duration::from_secs(3500)).await;
+    sink.send(chunk("late answer")).await.unwrap();
+    sink.finish().await.unwrap();
+    assert_eq!(rest(&mut client).await, "late answer");
+    node.ended("culvert_connections_closed_total{reason=\"finished\"} 1")
+        .await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn client_can_send_after_the_proxys_half_close() {
     let mut node = Node::start().await;
     let mut client = node.client();
