@@ -5,6 +5,9 @@
 //! thousand. So the streams of a connection share an allowance. Reads are not limited while at least half of
 //! the allowance is free. Below half, a stream may read less at a time, but always [`LEAST_BYTES`], so no
 //! stream starves another.
+//!
+//! The allowances of many connections may be parts of a larger one. The bytes count in both, and the smaller limit
+//! applies, so that peers with many connections cannot use up the memory of a program either.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -20,6 +23,8 @@ const PARTS: usize = 32;
 pub struct Allowance {
     total: usize,
     held: AtomicUsize,
+    /// Larger allowance that contains this allowance; `None` for an independent allowance.
+    whole: Option<Arc<Allowance>>,
 }
 
 /// Charge of bytes to an allowance. Dropping the charge releases the bytes.
@@ -37,6 +42,17 @@ impl Allowance {
         Arc::new(Self {
             total,
             held: AtomicUsize::new(0),
+            whole: None,
+        })
+    }
+
+    /// Creates an allowance of `total` bytes, which are charged to `self` as well.
+    #[must_use]
+    pub fn part(self: &Arc<Self>, total: usize) -> Arc<Self> {
+        Arc::new(Self {
+            total,
+            held: AtomicUsize::new(0),
+            whole: Some(self.clone()),
         })
     }
 
@@ -44,12 +60,17 @@ impl Allowance {
     /// free. A limited stream has at most the bytes of one read in its send queue.
     pub fn limit(&self) -> Option<usize> {
         let left = self.total.saturating_sub(self.held());
-        (left < self.total / 2).then(|| (left / PARTS).max(LEAST_BYTES))
+        let own = (left < self.total / 2).then(|| (left / PARTS).max(LEAST_BYTES));
+        let whole = self.whole.as_ref().and_then(|whole| whole.limit());
+        own.into_iter().chain(whole).min()
     }
 
     /// Charges `bytes`, whatever the limit, because the bytes have already been read.
     pub fn hold(self: &Arc<Self>, bytes: usize) -> Held {
         self.held.fetch_add(bytes, Ordering::Relaxed);
+        if let Some(whole) = &self.whole {
+            whole.held.fetch_add(bytes, Ordering::Relaxed);
+        }
         Held {
             allowance: self.clone(),
             bytes,
@@ -64,7 +85,11 @@ impl Allowance {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        self.allowance.held.fetch_sub(self.bytes, Ordering::Relaxed);
+        let Allowance { held, whole, .. } = &*self.allowance;
+        held.fetch_sub(self.bytes, Ordering::Relaxed);
+        if let Some(whole) = whole {
+            whole.held.fetch_sub(self.bytes, Ordering::Relaxed);
+        }
     }
 }
 
@@ -87,5 +112,18 @@ mod tests {
         assert_eq!(allowance.limit(), Some(LEAST_BYTES));
         drop(third);
         assert_eq!((allowance.limit(), allowance.held()), (None, 0));
+    }
+
+    #[test]
+    fn bytes_of_one_connection_limit_the_others_once_the_whole_is_short() {
+        let whole = Allowance::new(1 << 20);
+        let (one, other) = (whole.part(1 << 20), whole.part(1 << 16));
+        let held = one.hold(1 << 20);
+        assert_eq!(other.limit(), Some(LEAST_BYTES));
+        assert_eq!((other.held(), whole.held()), (0, 1 << 20));
+        drop(held);
+        assert_eq!((whole.limit(), whole.held()), (None, 0));
+        let _held = other.hold(1 << 16);
+        assert_eq!((other.limit(), one.limit()), (Some(LEAST_BYTES), None));
     }
 }

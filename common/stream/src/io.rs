@@ -12,7 +12,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::time::{sleep, timeout};
 use tokio_util::io::poll_read_buf;
 
-use super::allowance::Allowance;
+use super::allowance::{Allowance, Held};
 use super::{CloseReason, Sink, Source};
 
 /// Smallest read size, in bytes, for a connection that moves little.
@@ -123,6 +123,9 @@ pub struct WriteSink<W> {
     writer: W,
     /// Unwritten bytes of a cancelled send.
     rest: Bytes,
+    allowance: Option<Arc<Allowance>>,
+    /// Charge for `rest`.
+    held: Option<Held>,
     lost: CloseReason,
 }
 
@@ -132,8 +135,17 @@ impl<W> WriteSink<W> {
         Self {
             writer,
             rest: Bytes::new(),
+            allowance: None,
+            held: None,
             lost,
         }
+    }
+
+    /// Charges unwritten bytes to `allowance`.
+    #[must_use]
+    pub fn within(mut self, allowance: Option<Arc<Allowance>>) -> Self {
+        self.allowance = allowance;
+        self
     }
 
     /// Returns the writer.
@@ -150,6 +162,7 @@ impl<W: AsyncWrite + Unpin> WriteSink<W> {
                 written => self.rest.advance(written),
             }
         }
+        drop(self.held.take());
         self.writer.flush().await
     }
 }
@@ -160,6 +173,7 @@ impl<W: AsyncWrite + Unpin + Send> Sink for WriteSink<W> {
     async fn send(&mut self, chunk: Bytes) -> Result<(), CloseReason> {
         let lost = self.lost;
         self.write_rest().await.map_err(|_| lost)?;
+        self.held = self.allowance.as_ref().map(|all| all.hold(chunk.len()));
         self.rest = chunk;
         self.write_rest().await.map_err(|_| lost)
     }
@@ -256,6 +270,23 @@ mod tests {
         };
         let (sent, all) = tokio::join!(sink.send(Bytes::from_static(b"second")), read);
         assert_eq!((sent, all.as_slice()), (Ok(()), b"first second".as_slice()));
+    }
+
+    #[tokio::test]
+    async fn unwritten_bytes_are_charged_until_they_are_written() {
+        let (near, mut far) = tokio::io::duplex(4);
+        let allowance = Allowance::new(100);
+        let sink = WriteSink::new(near, CloseReason::ClientLost);
+        let mut sink = sink.within(Some(allowance.clone()));
+        let sent = sink.send(Bytes::from_static(&[7; 60]));
+        let cut = tokio::time::timeout(Duration::from_millis(10), sent);
+        assert!(cut.await.is_err());
+        assert_eq!(allowance.held(), 60);
+        let mut all = [0; 60];
+        let read = far.read_exact(&mut all);
+        let (sent, read) = tokio::join!(sink.send(Bytes::new()), read);
+        assert_eq!((sent, read.unwrap()), (Ok(()), 60));
+        assert_eq!(allowance.held(), 0);
     }
 
     #[tokio::test]

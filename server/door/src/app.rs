@@ -243,13 +243,15 @@ impl Bound {
             front.shards.spawn(shard, &accepting, serve);
         }
         if let (Some((listener, tls)), Some(tunneling)) = (self.tunneling, self.config.tunneling) {
+            let memory = memory_limit();
             let connect = Arc::new(ConnectListener {
                 front: front.clone(),
                 tls,
                 require_tls: tunneling.require_tls,
                 allowed: tunneling.allowed,
                 requests: Admission::new(front::ADMISSION),
-                sessions: connect::sessions(memory_limit()),
+                sessions: connect::sessions(memory),
+                unread: connect::unread(memory),
             });
             let (front, until) = (front.clone(), closing.clone());
             let listener = Listener::tcp(listener, &keepalive);

@@ -90,12 +90,21 @@ pub(crate) struct ConnectListener {
     pub requests: Arc<Admission>,
     /// Shares of the clients' addresses in the HTTP/2 connections that fit the memory limit.
     pub sessions: Arc<Shares>,
+    /// Allowance for the bytes of all clients, see [`unread`].
+    pub unread: Arc<Allowance>,
 }
 
 /// Returns the shares in the HTTP/2 connections that fit a memory limit in bytes; `None` stands for no limit.
 pub(crate) fn sessions(memory: Option<u64>) -> Arc<Shares> {
     let most = memory.map_or(u64::MAX, |bytes| bytes / SESSION_BYTES);
     Shares::of(most, SESSION_FACTOR)
+}
+
+/// Returns the allowance for bytes on their way to clients that do not read, and to endpoints of HTTP/1.1 clients: a
+/// quarter of the memory limit in bytes. `None` stands for no limit.
+pub(crate) fn unread(memory: Option<u64>) -> Arc<Allowance> {
+    let most = memory.and_then(|bytes| usize::try_from(bytes / 4).ok());
+    Allowance::new(most.unwrap_or(usize::MAX))
 }
 
 impl ConnectListener {
@@ -292,11 +301,20 @@ impl ConnectListener {
             return counted.end(CloseReason::ClientLost);
         }
         let lost = CloseReason::ClientLost;
-        let mut source = ReadSource::new(read, received.freeze(), lost);
-        let mut sink = WriteSink::new(write, lost);
+        let unread = &self.unread;
+        let source = ReadSource::new(read, received.freeze(), lost);
+        let mut source = source.within(Some(unread.clone()));
+        let mut sink = WriteSink::new(write, lost).within(Some(unread.clone()));
         let client = (&mut source, &mut sink);
         let reason = self
-            .run_connection(client, connected, &target, peer, Some(socket), None)
+            .run_connection(
+                client,
+                connected,
+                &target,
+                peer,
+                Some(socket),
+                unread.clone(),
+            )
             .await;
         counted.end(reason);
         if reason == CloseReason::EndpointLost {
@@ -342,8 +360,8 @@ impl ConnectListener {
     }
 
     /// Carries an accepted request. `socket` is the client socket to check for a dead peer; `None` for HTTP/2,
-    /// which has PINGs. `unread` is the budget for bytes on their way to the client, shared by all CONNECT
-    /// streams of an HTTP/2 connection; `None` for HTTP/1.1.
+    /// which has PINGs. `unread` is the budget for bytes on their way to the client, and for HTTP/1.1 also for
+    /// the bytes in the other direction; HTTP/2 bounds those by its windows.
     async fn run_connection<C, K>(
         &self,
         client: (&mut C, &mut K),
@@ -351,7 +369,7 @@ impl ConnectListener {
         authority: &str,
         peer: Origin,
         socket: Option<&TcpStream>,
-        unread: Option<Arc<Allowance>>,
+        unread: Arc<Allowance>,
     ) -> CloseReason
     where
         C: Source,
@@ -366,8 +384,9 @@ impl ConnectListener {
         let [up, down] = Tally::both(&upstream, &self.front.metrics, &moved);
         let lost = CloseReason::EndpointLost;
         let both = Socket::new(&stream, false);
-        let mut source = ReadSource::new(both.clone(), Bytes::new(), lost).within(unread);
-        let mut sink = WriteSink::new(both, lost);
+        let uploads = socket.map(|_| unread.clone());
+        let mut source = ReadSource::new(both.clone(), Bytes::new(), lost).within(Some(unread));
+        let mut sink = WriteSink::new(both, lost).within(uploads);
         let endpoint = (&mut source, &mut sink);
         let limits = &self.front.limits;
         // Half-closed connections have the same idle limit as open connections, enforced by `watch` below.

@@ -23,7 +23,8 @@ use super::denial::Denial;
 use super::{ConnectListener, admit};
 use crate::metrics::{Entrance, Refusal};
 
-/// Maximum number of bytes kept for a stalled client by all CONNECT streams of an HTTP/2 connection together.
+/// Maximum number of bytes kept for a stalled client by all CONNECT streams of an HTTP/2 connection together, as long as
+/// all connections of the process keep at most a quarter of the memory limit.
 /// Once half of the total is used, each stream reads less at a time. Each stream may keep 8 KiB in addition.
 const UNREAD_BYTES: usize = 16 * 1024 * 1024;
 
@@ -54,8 +55,8 @@ const RESET_TIME: Duration = Duration::from_secs(30);
 const FRAME_BYTES: u32 = 16 * 1024;
 
 /// Budget for unread small DATA frames of a connection, in bytes as `h2` counts them: 8,200 frames of one byte, which
-/// occupy about 4 MiB. The frames of a stream are read at once, but not while its endpoint has not accepted yet. The
-/// budget covers all one-byte frames in four times [`READ_QUOTA`], after which the streams read theirs.
+/// occupy about 4 MiB. A stream reads its frames at once, except while an endpoint has not accepted yet. The budget
+/// covers the one-byte frames of four times [`READ_QUOTA`]; the streams read before more input arrives.
 const SMALL_FRAMES: usize = 2 * 1024 * 1024;
 
 /// Largest header list of a request, in bytes. A node's request has two fields of less than 400 bytes together.
@@ -133,7 +134,7 @@ impl ConnectListener {
         let shared = Arc::new(Shared {
             peer,
             inbound,
-            unread: Allowance::new(UNREAD_BYTES),
+            unread: self.unread.part(UNREAD_BYTES),
             opened: AtomicU64::new(0),
             premature: AtomicU64::new(0),
         });
@@ -250,7 +251,7 @@ impl ConnectListener {
         let (mut source, sink) = halves(send, body, inbound, CloseReason::ClientLost);
         let mut sink = sink.toward_any_peer().within(shared.unread.clone());
         let authority = authority.unwrap_or_default();
-        let (client, unread) = ((&mut source, &mut sink), Some(shared.unread.clone()));
+        let (client, unread) = ((&mut source, &mut sink), shared.unread.clone());
         let reason = self
             .run_connection(client, connected, &authority, peer, None, unread)
             .await;
