@@ -40,6 +40,10 @@ const _: () = {
 /// Time for which a watch must stay up after its list. A longer life resets the retry pauses.
 const WATCHED: Duration = Duration::from_secs(3);
 
+/// Number of refused watches that are repeated from the last known version, since the last event. Lists of all objects would
+/// make the overload worse.
+const REFUSALS: u32 = 2;
+
 /// The known objects of a kind.
 pub struct ObjectCache<T> {
     /// Plural name of the kind, for the log.
@@ -63,19 +67,30 @@ type Key = (String, String);
 /// Returns the events of all objects of an API, from now on. After a failure the stream waits for a growing
 /// pause and starts again with a list. The stream does not resume from the last known version: such a watch
 /// would not prove that it works until an object changes, and could fail forever if a proxy misreports an
-/// expired version.
+/// expired version. Only a watch that an overloaded API refuses to start is repeated, twice.
 pub fn objects<K>(api: Api<K>) -> impl Stream<Item = Result<Event<K>, watcher::Error>> + use<K>
 where
     K: kube::Resource + Clone + fmt::Debug + DeserializeOwned + Send + 'static,
 {
-    selected(api, "")
+    events_of(api, "", REFUSALS)
 }
 
 /// Returns the events of the objects that match a label selector, as [`objects`] does. An empty selector matches
-/// all objects.
+/// all objects. No refused watch is repeated: the caller measures times between events, and must know of each gap.
 pub fn selected<K>(
     api: Api<K>,
     labels: &str,
+) -> impl Stream<Item = Result<Event<K>, watcher::Error>> + use<K>
+where
+    K: kube::Resource + Clone + fmt::Debug + DeserializeOwned + Send + 'static,
+{
+    events_of(api, labels, 0)
+}
+
+fn events_of<K>(
+    api: Api<K>,
+    labels: &str,
+    repeats: u32,
 ) -> impl Stream<Item = Result<Event<K>, watcher::Error>> + use<K>
 where
     K: kube::Resource + Clone + fmt::Debug + DeserializeOwned + Send + 'static,
@@ -86,7 +101,11 @@ where
         labels => config.labels(labels),
     };
     let begin = move || watcher::watcher(api.clone(), config.clone()).boxed();
-    let first = (begin(), Pause::default());
+    let pause = Pause {
+        repeats,
+        ..Pause::default()
+    };
+    let first = (begin(), pause);
     stream::unfold(
         (first, begin),
         |((mut events, mut pause), begin)| async move {
@@ -94,7 +113,12 @@ where
                 sleep(time).await;
                 events = begin();
             }
-            let event = events.next().await?;
+            let mut event = events.next().await?;
+            while let Some(time) = pause.before_repeat(&event) {
+                sleep(time).await;
+                // Without a new list, the stream continues from the last known version.
+                event = events.next().await?;
+            }
             pause.note(&event);
             Some((event, ((events, pause), begin)))
         },
@@ -108,6 +132,10 @@ struct Pause {
     last: Option<Duration>,
     /// Time of the last complete list; `None` after a failure.
     listed: Option<Instant>,
+    /// Number of refused watches since the last event.
+    refused: u32,
+    /// Number of refused watches that are repeated.
+    repeats: u32,
 }
 
 // === impl ObjectCache ===
@@ -265,10 +293,29 @@ fn has_room<T>(objects: &HashMap<Key, T>, key: &Key, limit: usize) -> bool {
 // === impl Pause ===
 
 impl Pause {
+    /// Returns the pause before another attempt to continue a watch that an overloaded API has refused to start; `None` for
+    /// any other event, and once there were enough attempts.
+    fn before_repeat<K>(&mut self, event: &Result<Event<K>, watcher::Error>) -> Option<Duration> {
+        let Err(watcher::Error::WatchStartFailed(kube::Error::Api(status))) = event else {
+            return None;
+        };
+        let is_overloaded = status.code == 429 || status.code >= 500;
+        if !is_overloaded || self.refused == self.repeats {
+            return None;
+        }
+        self.refused += 1;
+        let [shortest, _] = PAUSES;
+        let pause = shortest * self.refused;
+        Some(pause.mul_f64(rand::rng().random_range(0.5..=1.0)))
+    }
+
     /// Plans the pause after a failure. A complete list does not shorten the pauses again, but a watch that
     /// stays up does: an account may be allowed to list and not to watch, and a proxy may break every watch
     /// soon after its start.
     fn note<K>(&mut self, event: &Result<Event<K>, watcher::Error>) {
+        if event.is_ok() {
+            self.refused = 0;
+        }
         match event {
             Ok(Event::InitDone) => {
                 self.listed = Some(Instant::now());

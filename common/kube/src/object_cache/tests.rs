@@ -283,6 +283,49 @@ async fn silence_is_a_failure_and_leads_to_a_new_list() {
 }
 
 #[tokio::test]
+async fn watch_refused_by_an_overloaded_api_is_repeated_without_a_new_list() {
+    let mut api = ByHand::start().await;
+    api.list().await;
+    for (code, text) in [(429, "Too Many Requests"), (503, "Service Unavailable")] {
+        let (line, mut stream) = api.asked().await;
+        assert!(line.contains("watch=true") && line.contains("resourceVersion=5"));
+        let status = format!(
+            r#"{{"kind":"Status","apiVersion":"v1","metadata":{{}},"status":"Failure","message":"m","reason":"r","code":{code}}}"#
+        );
+        let length = status.len();
+        let answer = format!(
+            "HTTP/1.1 {code} {text}\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n{status}"
+        );
+        stream.write_all(answer.as_bytes()).await.unwrap();
+    }
+    let mut watch = api.watch("resourceVersion=5").await;
+    ByHand::send(&mut watch, "ADDED", "6").await;
+    assert_eq!(api.event().await, "node");
+}
+
+#[test]
+fn refused_watches_are_repeated_twice_since_the_last_event() {
+    let refused = |code| -> Result<Event<Node>, watcher::Error> {
+        let status = Status::failure("no", "r").with_code(code);
+        Err(watcher::Error::WatchStartFailed(kube::Error::Api(
+            status.boxed(),
+        )))
+    };
+    let mut pause = Pause {
+        repeats: REFUSALS,
+        ..Pause::default()
+    };
+    assert_eq!(pause.before_repeat(&refused(403)), None);
+    for _ in 0..2 {
+        for _ in 0..REFUSALS {
+            assert!(pause.before_repeat(&refused(503)).is_some());
+        }
+        assert_eq!(pause.before_repeat(&refused(429)), None);
+        pause.note::<Node>(&Ok(Event::InitDone));
+    }
+}
+
+#[tokio::test]
 async fn watch_without_changes_continues_without_a_new_list() {
     let mut api = ByHand::start().await;
     api.list().await;
