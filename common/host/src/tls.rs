@@ -7,6 +7,7 @@
 //! work as our own identity ([`Identity`]), and [`explain()`] describes the cause of a failed handshake and
 //! the remedy.
 
+mod chain;
 mod expiry;
 mod explain;
 mod identity;
@@ -18,6 +19,7 @@ mod trust;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use rustls::client::WebPkiServerVerifier;
 use rustls::crypto::CryptoProvider;
 use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
 use rustls::sign::SingleCertAndKey;
@@ -26,6 +28,7 @@ use rustls::{
     ClientConfig, ConnectionCommon, ProtocolVersion, ServerConfig, SupportedProtocolVersion,
 };
 
+use chain::BoundedChain;
 pub use expiry::{earliest_crl_expiry_in_pem, earliest_expiry, earliest_expiry_in_pem};
 pub use explain::{explain, explain_tls};
 pub use identity::Identity;
@@ -197,7 +200,7 @@ impl Settings {
                 let verifier = WebPkiClientVerifier::builder_with_provider(trust.roots(), provider)
                     .build()
                     .map_err(settings)?;
-                builder.with_client_cert_verifier(verifier)
+                builder.with_client_cert_verifier(Arc::new(BoundedChain(verifier)))
             }
             None => builder.with_no_client_auth(),
         };
@@ -216,10 +219,15 @@ impl Settings {
         trust: &TrustBundle,
         identity: Option<&Identity>,
     ) -> Result<Arc<ClientConfig>, TlsError> {
+        let provider = Arc::clone(&self.provider);
+        let verifier = WebPkiServerVerifier::builder_with_provider(trust.roots(), provider)
+            .build()
+            .map_err(settings)?;
         let builder = ClientConfig::builder_with_provider(Arc::clone(&self.provider))
             .with_protocol_versions(self.versions)
             .map_err(settings)?
-            .with_root_certificates(trust.roots());
+            .dangerous()
+            .with_custom_certificate_verifier(Arc::new(BoundedChain(verifier)));
         let mut config = match identity {
             Some(identity) => {
                 let resolver = SingleCertAndKey::from(identity.certified_key());

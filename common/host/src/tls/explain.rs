@@ -4,10 +4,14 @@
 
 use std::io;
 
-use rustls::PeerMisbehaved;
-use rustls::{AlertDescription, CertificateError, Error, InvalidMessage, PeerIncompatible};
+use rustls::{
+    AlertDescription, CertificateError, Error, InvalidMessage, OtherError, PeerIncompatible,
+    PeerMisbehaved,
+};
 use rustls_pki_types::UnixTime;
 use time::OffsetDateTime;
+
+use super::chain::ChainTooLong;
 
 /// Explains an error of a TLS stream or handshake. Other errors are returned as their own text.
 pub fn explain(error: &io::Error) -> String {
@@ -88,6 +92,9 @@ fn certificate(problem: &CertificateError) -> String {
             "the peer's certificate has the wrong purpose: a server certificate needs the extended \
              key usage serverAuth, a client certificate clientAuth"
                 .to_owned()
+        }
+        CertificateError::Other(OtherError(cause)) if cause.is::<ChainTooLong>() => {
+            cause.to_string()
         }
         CertificateError::Other(_) => other_certificate_problem(&format!("{problem:?}")),
         other => format!("the peer's certificate was refused: {other}"),

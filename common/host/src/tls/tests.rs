@@ -295,6 +295,40 @@ async fn a_wrong_ca_is_refused_on_either_side() {
 }
 
 #[tokio::test]
+async fn long_chains_are_refused_on_either_side() {
+    let ca = Authority::new("ca");
+    let files = ca.leaf("leaf");
+    let leaf = std::fs::read_to_string(&files.cert).unwrap();
+    // webpki needs none of these certificates, because a trusted CA signed the leaf.
+    let with = |more: String| {
+        let chain = ca.write("chain.crt", leaf.clone() + &more);
+        Identity::load(chain, &files.key).unwrap()
+    };
+    let usual = with(ca.ca.pem().repeat(5));
+    let outcome = handshake(mutual_server(&ca, &usual), client_of(&ca, Some(&usual))).await;
+    outcome.client.unwrap();
+
+    for (chain, count) in [
+        (ca.ca.pem().repeat(6), "6 intermediate certificates"),
+        (
+            pem_of(&[0; 16 * 1024 + 1]),
+            "1 intermediate certificates of 16385 bytes",
+        ),
+    ] {
+        let (long, short) = (with(chain), files.load());
+        let outcome = handshake(mutual_server(&ca, &short), client_of(&ca, Some(&long))).await;
+        let advice = outcome.server_advice();
+        assert!(advice.contains(count), "{advice}");
+        assert!(advice.contains("more than 5 certificates"), "{advice}");
+
+        let config = server_config(&long, None, H2, &defaults()).unwrap();
+        let outcome = handshake(config, client_of(&ca, None)).await;
+        let advice = outcome.client_advice();
+        assert!(advice.contains(count), "{advice}");
+    }
+}
+
+#[tokio::test]
 async fn ca_with_the_same_name_and_another_key_is_detected() {
     let (ca, reissued) = (Authority::new("ca"), Authority::new("ca"));
     let server = ca.leaf("server").load();

@@ -1,8 +1,8 @@
 //! Tests of invalid certificates and of the error texts on both sides.
 
 use rcgen::{
-    BasicConstraints, CertificateParams, DistinguishedName, ExtendedKeyUsagePurpose, IsCa,
-    date_time_ymd,
+    BasicConstraints, CertificateParams, CustomExtension, DistinguishedName,
+    ExtendedKeyUsagePurpose, IsCa, date_time_ymd,
 };
 
 use super::*;
@@ -100,6 +100,41 @@ fn server_refuses_unsuitable_client_certificates() {
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained)
     });
     refused(ca.identity(), &["CA:TRUE"], &["its log says why"]);
+}
+
+/// Returns `pair` with certificates that webpki does not need: six, and one that is too large.
+fn with_long_chains(pair: &Pair) -> [(Pair, &'static str); 2] {
+    let mut large = leaf("large", None);
+    let extension = CustomExtension::from_oid_content(&[1, 2, 3], vec![0; 16 * 1024]);
+    large.custom_extensions.push(extension);
+    let large = PKI.issue(&large).certificate;
+    let chains = [
+        (PKI.ca().repeat(6), "6 intermediate certificates"),
+        (large, "1 intermediate certificates"),
+    ];
+    chains.map(|(more, words)| {
+        let certificate = pair.certificate.clone() + &more;
+        let key = pair.key.clone();
+        (Pair { certificate, key }, words)
+    })
+}
+
+#[test]
+fn long_chains_are_refused_on_either_side() {
+    let words = "more than 5 certificates or 16384 bytes";
+    let alert = ["AccessDenied", "its log says why"];
+    for (pair, count) in with_long_chains(&PKI.client("someone")) {
+        refused(pair.identity(), &["someone", count, words], &alert);
+    }
+    for (pair, count) in with_long_chains(&PKI.server()) {
+        let check = ServerCheck::default();
+        server_refused(&pair, check, &["openvpn-server", count, words], &alert);
+    }
+    let mut usual = PKI.client("someone");
+    usual.certificate += &PKI.ca().repeat(5);
+    let client = ClientConfig::new(Transport::Udp, PKI.client_tls_with(usual.identity()));
+    let server = ServerConfig::new(Transport::Udp, PKI.server_tls());
+    Sim::new(client, server, CLEAN, 1).connect();
 }
 
 #[test]
