@@ -27,6 +27,13 @@ use crate::listener::PeerConnection;
 use crate::listener::path_aware::LinkPath;
 use crate::metrics::{Listener, ServerMetrics, ServiceMethod};
 
+/// Maximum length of an agent id, and of one identifier, in bytes: the limit for names of nodes and pods in Kubernetes.
+const MAX_NAME_BYTES: usize = 253;
+
+/// Maximum number of an agent's identifiers. Stock agents usually have one for each address or network of their node. The
+/// registry has a group of agents for each identifier.
+const MAX_IDENTIFIERS: usize = 256;
+
 /// Serves the agents of a server.
 #[derive(Clone)]
 pub(crate) struct Agents {
@@ -246,23 +253,48 @@ impl Hello {
         let [agent_id] = ids.as_slice() else {
             return Err(format!(
                 "expected one agent ID in the context, got [{}]",
-                ids.join(" ")
+                shorten(ids.join(" "))
             ));
         };
-        let identifiers = values("agentidentifiers");
-        if identifiers.len() > 1 {
+        if agent_id.len() > MAX_NAME_BYTES {
             return Err(format!(
-                "expected at most one set of agent identifiers in the context, got [{}]",
-                identifiers.join(" ")
+                "expected an agent ID of at most {MAX_NAME_BYTES} bytes in the context, got {}",
+                agent_id.len()
             ));
         }
-        let identifiers = identifiers.first().copied().unwrap_or_default();
+        let sets = values("agentidentifiers");
+        if sets.len() > 1 {
+            return Err(format!(
+                "expected at most one set of agent identifiers in the context, got [{}]",
+                shorten(sets.join(" "))
+            ));
+        }
+        let text = sets.first().copied().unwrap_or_default();
+        let identifiers = Identifiers::parse(text).map_err(|error| error.to_string())?;
+        let names = || identifiers.hosts.iter().chain(&identifiers.malformed);
+        let count = names().count() + identifiers.networks.len();
+        if count > MAX_IDENTIFIERS {
+            return Err(format!(
+                "expected at most {MAX_IDENTIFIERS} agent identifiers in the context, got {count}"
+            ));
+        }
+        let longest = names().map(String::len).max().unwrap_or(0);
+        if longest > MAX_NAME_BYTES {
+            return Err(format!(
+                "expected agent identifiers of at most {MAX_NAME_BYTES} bytes in the context, got {longest}"
+            ));
+        }
         Ok(Self {
             agent_id: (*agent_id).to_owned(),
             half_close: metadata.contains_key(HALF_CLOSE_HEADER),
-            identifiers: Identifiers::parse(identifiers).map_err(|error| error.to_string())?,
+            identifiers,
         })
     }
+}
+
+/// Cuts a text from a peer for errors and logs.
+fn shorten(text: String) -> String {
+    text.chars().take(MAX_NAME_BYTES).collect()
 }
 
 #[cfg(test)]
@@ -359,6 +391,48 @@ mod tests {
             hello(&[("agentid", "a"), ("agentid", "b")]).unwrap_err(),
             "expected one agent ID in the context, got [a b]"
         );
+    }
+
+    #[test]
+    fn ids_and_identifiers_are_limited() {
+        let with = |id: &str, identifiers: &str| {
+            hello(&[("agentid", id), ("agentidentifiers", identifiers)])
+        };
+        let name = |length| "a".repeat(length);
+        let hosts = |count| -> String { (0..count).map(|n| format!("host={n}&")).collect() };
+        let longest = format!("host={}&cidr={}", name(253), name(253));
+        for identifiers in [hosts(256), longest, "host=a&".repeat(1000)] {
+            assert!(with(&name(253), &identifiers).is_ok(), "{identifiers}");
+        }
+        for (id, identifiers, error) in [
+            (
+                name(254),
+                String::new(),
+                "expected an agent ID of at most 253 bytes in the context, got 254",
+            ),
+            (
+                name(1),
+                hosts(255) + "cidr=10.0.0.0/8&cidr=x",
+                "expected at most 256 agent identifiers in the context, got 257",
+            ),
+            (
+                name(1),
+                format!("cidr={}", name(254)),
+                "expected agent identifiers of at most 253 bytes in the context, got 254",
+            ),
+        ] {
+            assert_eq!(with(&id, &identifiers).unwrap_err(), error);
+        }
+    }
+
+    #[test]
+    fn rejected_ids_and_identifiers_are_cut_in_the_error() {
+        let long = "a".repeat(30_000);
+        for key in ["agentid", "agentidentifiers"] {
+            let long = long.as_str();
+            let error = hello(&[("agentid", "a"), (key, long), (key, long)]).unwrap_err();
+            assert!(error.len() < 400, "{key}: {} bytes", error.len());
+        }
     }
 
     #[test]
