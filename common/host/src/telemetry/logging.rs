@@ -20,7 +20,8 @@
 //! stderr. A message on stderr explains the first such failure, and [`lost_lines`] counts all of them. A thread
 //! writes the lines. If the log stalls, at most 4 MiB of lines wait, and further lines are dropped and counted.
 //!
-//! Of warnings and errors with one reason, 20 lines appear in 10 s; a line then gives the number of further ones.
+//! Of warnings and errors with one reason, 20 lines appear in 10 s, and of INFO lines from one place in the code 200. A line
+//! then gives the number of further lines.
 
 mod format;
 mod limit;

@@ -376,3 +376,27 @@ fn warnings_with_one_reason_are_limited_and_the_rest_is_counted() {
         "{text}"
     );
 }
+
+#[test]
+fn info_lines_of_one_place_are_limited_whatever_the_reason() {
+    let limit = Arc::<RateLimit>::default();
+    let buffer = Arc::new(Mutex::new(Vec::new()));
+    let sink = Sink::open(&bare(), "program", Stderr::Buffer(buffer.clone())).unwrap();
+    let started = Instant::now();
+    tracing::subscriber::with_default(subscriber(&bare(), sink, limit.clone()), || {
+        for peer in 0..1000 {
+            info!(reason = format!("reason {peer}"), "agent disconnected");
+        }
+        info!("another place");
+        limit.report(started + Duration::from_secs(11));
+    });
+    let text = String::from_utf8(buffer.lock().clone()).unwrap();
+    let count = |part: &str| text.lines().filter(|line| line.contains(part)).count();
+    assert_eq!(count("reason="), 200, "{text}");
+    assert_eq!(count("another place"), 1, "{text}");
+    assert_eq!(
+        count("\"800 more in the last 10 s\" line=\"agent disconnected\""),
+        1,
+        "{text}"
+    );
+}
