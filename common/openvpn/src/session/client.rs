@@ -29,6 +29,9 @@ const NEXT_REQUEST: Duration = Duration::from_secs(5);
 /// Default of `ping-restart` over UDP if the server pushes no value. TCP has no default.
 const UDP_PING_RESTART: Duration = Duration::from_secs(120);
 
+/// Maximum length of a peer's text in the log, in characters. Longer than the URLs that servers send for web logins.
+const MAX_PEER_NOTICE: usize = 512;
+
 /// Client's state about its server.
 #[derive(Default)]
 pub(super) struct Server {
@@ -149,7 +152,7 @@ impl Session {
             }
             Message::Halt(reason) => self.end(Ended::Halt(reason.into()), now),
             Message::Exit => self.end(Ended::PeerExit, now),
-            _ => self.notice(text),
+            _ => self.peer_notice(text),
         }
     }
 
@@ -226,6 +229,12 @@ impl Session {
         let identity = channel.and_then(Channel::identity);
         let options = std::mem::take(&mut self.server.raw);
         self.establish(agreed, identity, options, Some(push), now);
+    }
+
+    /// Queues the beginning of a peer's text for the log.
+    pub(super) fn peer_notice(&mut self, text: &str) {
+        let beginning: String = text.chars().take(MAX_PEER_NOTICE).collect();
+        self.notice(&beginning);
     }
 
     /// Queues a text for the log. A text is dropped if too many events are queued.

@@ -185,7 +185,7 @@ impl Session {
             Step::Text(text) => match Message::parse(&text) {
                 Message::PushRequest => self.push_requested(now),
                 Message::Exit => self.end(Ended::PeerExit, now),
-                _ => self.notice(&text),
+                _ => self.peer_notice(&text),
             },
         }
     }

@@ -161,6 +161,24 @@ fn text_sent_during_a_renegotiation_arrives_afterwards() {
 }
 
 #[test]
+fn long_texts_of_a_peer_are_cut_for_the_log() {
+    let mut sim = every(Transport::Udp, 0, 0);
+    sim.connect();
+    let now = sim.now;
+    let text = format!("INFO,{}", "x".repeat(1000));
+    sim.client.session.send_text(&text, now);
+    sim.server.session.send_text(&text, now);
+    sim.run(Duration::from_secs(1));
+    for end in [&sim.client, &sim.server] {
+        let notices = end.events.iter().filter_map(|event| match event {
+            Event::Notice(text) => Some(text.as_str()),
+            _ => None,
+        });
+        assert_eq!(notices.collect::<Vec<_>>(), [&text[..512]]);
+    }
+}
+
+#[test]
 fn another_certificate_or_user_in_a_renegotiation_is_refused() {
     for transport in BOTH {
         for change in 0..3 {
