@@ -118,8 +118,7 @@ impl Agents {
                     None => debug!(peer, %why, "no QUIC link"),
                 }
                 // The agent closes the connection when it has read the reason.
-                let _ = timeout(REFUSAL_LINGER, connection.closed()).await;
-                return;
+                return linger(&candidate, connection.closed()).await;
             }
             Err(why) => return context.refuse(why, &peer),
         };
@@ -246,6 +245,11 @@ async fn report_loss(link: &Link) -> String {
     }
 }
 
+/// Waits until a refused agent closes its connection. Ends early if a newer peer gets the agent's slot.
+async fn linger<T>(candidate: &Candidate, closed: impl Future<Output = T>) {
+    let _ = candidate.run(timeout(REFUSAL_LINGER, closed)).await;
+}
+
 /// Runs the handshake. Returns `None` after a failure, which is counted and logged.
 async fn handshake(
     context: &ListenerContext,
@@ -277,5 +281,37 @@ async fn handshake(
             context.refuse(why, peer);
             None
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::future::pending;
+
+    use culvert_host::net::admission::{Admission, AdmissionLimits};
+
+    use super::*;
+    use crate::listener::ADMISSION;
+
+    #[tokio::test(start_paused = true)]
+    async fn displaced_peer_gets_no_time_to_read_its_refusal() {
+        let admission = Admission::new(AdmissionLimits {
+            peers: 1,
+            ..ADMISSION
+        });
+        let enter = |host: u8| {
+            let address = [192, 0, 2, host].into();
+            admission.try_enter(address, Instant::now()).unwrap()
+        };
+        let refused = enter(1);
+        let started = Instant::now();
+        linger(&refused, pending::<()>()).await;
+        assert_eq!(started.elapsed(), REFUSAL_LINGER);
+        let _newer = enter(2);
+        let displaced = Instant::now();
+        linger(&refused, pending::<()>()).await;
+        assert_eq!(displaced.elapsed(), Duration::ZERO);
     }
 }
