@@ -32,9 +32,9 @@ use crate::metrics::{Listener, RejectReason, ServerMetrics};
 /// Longest time for a peer's first request on an authenticated connection.
 pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// Limits for peers that are not authenticated yet. A peer costs about 40 KiB in the TLS handshake, and its first
-/// request at most twice as much, so all slots together cost at most 30 MiB. The deadline leaves an agent 5 s
-/// for the handshake, if the review of its token takes the longest possible time of 25 s.
+/// Limits for peers that are not authenticated yet. A peer costs about 40 KiB in the TLS handshake. The header fields of its
+/// first request, and the errors of its streams, cost at most 200 KiB in HTTP/2, so all slots together cost at most 60 MiB.
+/// The deadline leaves an agent 5 s for the handshake, if the review of its token takes the longest possible time of 25 s.
 pub(crate) const ADMISSION: AdmissionLimits = AdmissionLimits {
     peers: 256,
     bytes: 80 * 1024,

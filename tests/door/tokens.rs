@@ -22,19 +22,21 @@ use hyper::client::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use rustls::ServerConfig;
 use tempfile::TempDir;
+use tokio::io::AsyncWriteExt as _;
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
 use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
 use tonic::body::Body;
 use tonic::{Code, Request, Status, Streaming};
 use tower::service_fn;
 
+use crate::frames::{END_HEADERS, END_STREAM, HEADERS, SETTINGS, field, frame};
 use crate::support::{Door, LIMIT, Upstream, timely};
 
 const USER: &str = "system:serviceaccount:kube-system:system-konnectivity-agent";
-/// Number of calls, and of calls on one connection: as many as the server permits.
-const CALLS: usize = 1008;
-const CALLS_PER_CONNECTION: usize = 16;
+/// Number of calls, each on a connection of its own: fewer than a listener has slots.
+const CALLS: usize = 200;
 
 const AUDIENCE: &str = "system:konnectivity-server";
 
@@ -159,13 +161,18 @@ impl Cluster {
         check::echo(stream, 5, 10_000).await.unwrap();
     }
 
-    /// Opens a connection through the front door for gRPC calls of the test.
-    async fn caller(&self) -> Caller {
+    /// Opens a TLS connection through the front door.
+    async fn tls(&self) -> TlsStream<TcpStream> {
         let socket = TcpStream::connect(self.door.sni).await.unwrap();
         let tls = TlsConnector::from(self.pki.client_tls(&self.pki.agent, &["h2"]).unwrap());
         let name = "localhost".try_into().unwrap();
         let stream = timely("a TLS handshake", tls.connect(name, socket)).await;
-        let io = TokioIo::new(stream.unwrap());
+        stream.unwrap()
+    }
+
+    /// Opens a connection through the front door for gRPC calls of the test.
+    async fn caller(&self) -> Caller {
+        let io = TokioIo::new(self.tls().await);
         let (sender, connection) = http2::handshake(TokioExecutor::new(), io).await.unwrap();
         tokio::spawn(connection);
         Caller(sender)
@@ -174,11 +181,11 @@ impl Cluster {
     /// Makes [`CALLS`] calls at the same time with one token, as many agents would.
     async fn calls(&self, token: &str) -> Vec<Result<Streaming<Packet>, Status>> {
         let mut calls = JoinSet::new();
-        for _ in 0..CALLS / CALLS_PER_CONNECTION {
-            let (caller, token) = (self.caller().await, token.to_owned());
-            calls.spawn(async move { caller.calls(CALLS_PER_CONNECTION, &token).await });
+        for _ in 0..CALLS {
+            let (caller, value) = (self.caller().await, format!("Bearer {token}"));
+            calls.spawn(async move { caller.call(&[&value]).await });
         }
-        calls.join_all().await.into_iter().flatten().collect()
+        calls.join_all().await
     }
 
     async fn refused(&self) -> f64 {
@@ -216,17 +223,6 @@ impl Caller {
         }
         let answer = timely("the server's answer", client.connect(request)).await;
         Ok(answer?.into_inner())
-    }
-
-    /// Makes `count` calls at the same time with one token.
-    async fn calls(&self, count: usize, token: &str) -> Vec<Result<Streaming<Packet>, Status>> {
-        let value = format!("Bearer {token}");
-        let call = || {
-            let (caller, value) = (self.clone(), value.clone());
-            async move { caller.call(&[&value]).await }
-        };
-        let calls: JoinSet<_> = (0..count).map(|_| call()).collect();
-        calls.join_all().await
     }
 }
 
@@ -441,12 +437,12 @@ async fn agents_that_connect_at_once_need_few_reviews() {
 }
 
 #[tokio::test]
-async fn a_thousand_calls_with_one_token_need_few_reviews() {
+async fn many_calls_with_one_token_need_few_reviews() {
     let cluster = Cluster::ours().await;
     cluster.api.token("good", TokenStatus::user(USER));
     let slow = Fault::delay(std::time::Duration::from_secs(1));
     cluster.api.fault(slow.on("tokenreviews"));
-    // One after the other, the calls would take a thousand seconds.
+    // One after the other, the calls would take 200 seconds.
     let calls = cluster.calls("refused").await;
     let text = "Failed to validate authentication token, err:lookup failed: invalid bearer token";
     for call in calls {
@@ -500,6 +496,57 @@ async fn body_before_authentication_is_not_read() {
     tokio::time::sleep(std::time::Duration::from_secs(2)).await;
     let growth = cluster.server.rss().saturating_sub(before);
     assert!(growth < 32 << 20, "{growth} bytes");
+}
+
+/// Number of connections, each with 16 calls and their trailers, all with 400 fields: 100 MiB together.
+const HEADER_FLOODS: usize = 100;
+/// Limit of the server's memory growth meanwhile, in bytes. The limit includes the TLS connections, in a build without
+/// optimizations.
+const HEADER_FLOOD_BYTES: u64 = 48 << 20;
+
+#[tokio::test]
+async fn header_fields_before_authentication_occupy_little_memory() {
+    let cluster = Cluster::ours().await;
+    let silent = Fault::delay(LIMIT);
+    cluster.api.fault(silent.on("tokenreviews"));
+    let call = [
+        field(":method", "POST"),
+        field(":scheme", "https"),
+        field(":path", "/AgentService/Connect"),
+        field("content-type", "application/grpc"),
+        field("te", "trailers"),
+        field("agentid", "flood"),
+        field("authorization", "Bearer unknown"),
+        // The field that all others refer to, with one byte each.
+        vec![0x40, 1, b'x', 0],
+    ];
+    let more = vec![0x80 | 62; 400];
+    let fields = [call.concat(), more.clone()].concat();
+    let mut flood = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
+    flood.extend(frame(SETTINGS, 0, 0, &[]));
+    for id in (1..32).step_by(2) {
+        flood.extend(frame(HEADERS, END_HEADERS, id, &fields));
+        flood.extend(frame(HEADERS, END_HEADERS | END_STREAM, id, &more));
+    }
+    let before = cluster.server.rss();
+    let mut floods = Vec::new();
+    for _ in 0..HEADER_FLOODS {
+        let mut stream = cluster.tls().await;
+        // Fails if the server has closed the connection already.
+        let _ = stream.write_all(&flood).await;
+        let _ = stream.flush().await;
+        floods.push(stream);
+    }
+    let is_review = |path: &str| path.contains("tokenreviews");
+    eventually("the server reviews the token", LIMIT, async || {
+        let requests = cluster.api.requests();
+        requests.iter().any(|r| is_review(&r.path))
+    })
+    .await;
+    // The floods have time to arrive.
+    tokio::time::sleep(std::time::Duration::from_secs(2)).await;
+    let growth = cluster.server.rss().saturating_sub(before);
+    assert!(growth < HEADER_FLOOD_BYTES, "{growth} bytes");
 }
 
 #[tokio::test]

@@ -94,7 +94,7 @@ async fn server_sends_its_id_and_count_at_once() {
 }
 
 #[tokio::test]
-async fn refused_agent_keeps_the_default_window_and_16_streams() {
+async fn refused_agent_keeps_the_default_window_and_two_streams() {
     let topology = server_alone(Mode::Grpc).await;
     let socket = TcpStream::connect(topology.agent_address(0)).await.unwrap();
     let pki = topology.pki();
@@ -128,7 +128,7 @@ async fn refused_agent_keeps_the_default_window_and_16_streams() {
         ended = &mut connection => panic!("the connection ended: {ended:?}"),
     };
     assert_eq!(capacity, 65_535);
-    assert_eq!(connection.max_concurrent_send_streams(), 16);
+    assert_eq!(connection.max_concurrent_send_streams(), 2);
 }
 
 #[tokio::test]

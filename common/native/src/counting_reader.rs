@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll};
 
 use bytes::{BufMut as _, BytesMut};
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, ReadBuf};
 use tokio_util::io::poll_read_buf;
 
 use super::FRAME_BYTES;
@@ -24,18 +24,34 @@ const AHEAD_BYTES: usize = 4 * FRAME_BYTES;
 /// Bytes of one read while a write waits.
 const READ_BYTES: usize = 16 * 1024;
 
-/// Number of bytes that `h2` may read before the streams opened by these bytes are accepted. `h2` decodes all input that
-/// arrives, and a request occupies up to eighty times the bytes that it has on the wire.
+/// Number of bytes that `h2` may read before the streams opened by these bytes are accepted, or before their tasks run.
+/// `h2` decodes all input that arrives, and a header list occupies up to eighty times the bytes that it has on the wire.
 #[derive(Clone, Debug)]
 pub(crate) struct ReadQuota {
     bytes: usize,
     left: Arc<AtomicUsize>,
+    /// Number of bytes for all renewals until the peer is admitted. `None` for no limit, before and after.
+    rest: Option<Arc<AtomicUsize>>,
 }
 
 impl ReadQuota {
     pub(crate) fn new(bytes: usize) -> Self {
         let left = Arc::new(AtomicUsize::new(bytes));
-        Self { bytes, left }
+        Self {
+            bytes,
+            left,
+            rest: None,
+        }
+    }
+
+    /// Creates the quota of a peer that is not admitted: at most `total` bytes in parts of `bytes`. Without an effect once
+    /// the peer is admitted.
+    pub(crate) fn until_admission(bytes: usize, total: usize) -> Self {
+        let rest = total.saturating_sub(bytes);
+        Self {
+            rest: Some(Arc::new(AtomicUsize::new(rest))),
+            ..Self::new(bytes)
+        }
     }
 
     /// Returns true if reads wait for the next [`renew`](Self::renew). Nobody is woken: the caller polls `h2` again.
@@ -43,8 +59,29 @@ impl ReadQuota {
         self.left() == 0
     }
 
-    pub(crate) fn renew(&self) {
-        self.left.store(self.bytes, Ordering::Relaxed);
+    /// Permits more reads. Returns false if all bytes before the peer's admission are used up.
+    pub(crate) fn renew(&self, is_admitted: bool) -> bool {
+        let bytes = match &self.rest {
+            None => self.bytes,
+            Some(_) if is_admitted => usize::MAX,
+            Some(rest) => {
+                let all = rest.load(Ordering::Relaxed);
+                let part = all.min(self.bytes);
+                rest.store(all - part, Ordering::Relaxed);
+                part
+            }
+        };
+        self.left.store(bytes, Ordering::Relaxed);
+        bytes > 0
+    }
+
+    /// Limits what follows the first stream of a peer to one more part, until the peer is admitted.
+    pub(crate) fn accepted(&self) {
+        let rest = self.rest.as_ref();
+        if rest.is_some_and(|rest| rest.swap(0, Ordering::Relaxed) > 0) && self.left() < self.bytes
+        {
+            self.left.store(self.bytes, Ordering::Relaxed);
+        }
     }
 
     fn left(&self) -> usize {
@@ -103,28 +140,6 @@ impl<S> CountingReader<S> {
 }
 
 impl<S: AsyncRead + Unpin> CountingReader<S> {
-    /// Reads at most the rest of the quota.
-    fn poll_inner(
-        &mut self,
-        cx: &mut Context<'_>,
-        target: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        let inner = Pin::new(&mut self.inner);
-        let Some(quota) = &self.quota else {
-            return inner.poll_read(cx, target);
-        };
-        if quota.is_used_up() {
-            return Poll::Pending;
-        }
-        let room = quota.left().min(target.remaining());
-        let mut part = ReadBuf::new(target.initialize_unfilled_to(room));
-        let read = inner.poll_read(cx, &mut part);
-        let bytes = part.filled().len();
-        target.advance(bytes);
-        quota.spend(bytes);
-        read
-    }
-
     /// Reads ahead if a write has to wait and `h2` does not read.
     fn while_pending<T>(&mut self, cx: &mut Context<'_>, written: Poll<T>) -> Poll<T> {
         if written.is_ready() || std::mem::take(&mut self.is_reading) {
@@ -159,20 +174,32 @@ impl<S: AsyncRead + Unpin> AsyncRead for CountingReader<S> {
         cx: &mut Context<'_>,
         target: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        if self.ahead.is_empty() {
-            let before = target.filled().len();
-            let read = self.poll_inner(cx, target);
+        let room = self.quota.as_ref().map_or(usize::MAX, ReadQuota::left);
+        if room == 0 {
+            self.is_reading = false;
+            return Poll::Pending;
+        }
+        let before = target.filled().len();
+        let read = if self.ahead.is_empty() {
+            // Reads into the memory of `target`, without clearing the memory first.
+            let mut inner = (&mut self.inner).take(room as u64);
+            let read = Pin::new(&mut inner).poll_read(cx, target);
             self.count(target.filled().len() - before);
             self.is_reading = read.is_pending();
-            return read;
+            read
+        } else {
+            self.is_reading = false;
+            let bytes = self.ahead.len().min(target.remaining()).min(room);
+            target.put_slice(&self.ahead.split_to(bytes));
+            if self.ahead.is_empty() {
+                self.ahead = BytesMut::new();
+            }
+            Poll::Ready(Ok(()))
+        };
+        if let Some(quota) = &self.quota {
+            quota.spend(target.filled().len() - before);
         }
-        self.is_reading = false;
-        let bytes = self.ahead.len().min(target.remaining());
-        target.put_slice(&self.ahead.split_to(bytes));
-        if self.ahead.is_empty() {
-            self.ahead = BytesMut::new();
-        }
-        Poll::Ready(Ok(()))
+        read
     }
 }
 

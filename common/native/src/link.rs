@@ -253,11 +253,16 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Taker<S, B> {
             let mut quotas = 0;
             loop {
                 if let Poll::Ready(next) = connection.poll_accept(cx) {
+                    if let Some(quota) = quota {
+                        quota.accepted();
+                    }
                     return Poll::Ready(next.transpose().map_err(|error| error.to_string()));
                 }
-                if let Some(quota) = quota.as_ref().filter(|quota| quota.is_used_up()) {
-                    // All streams so far are accepted.
-                    quota.renew();
+                // All streams so far are accepted.
+                if quota
+                    .as_ref()
+                    .is_some_and(|quota| quota.is_used_up() && quota.renew(tuner.is_admitted()))
+                {
                     quotas += 1;
                     if quotas < QUOTAS {
                         continue;

@@ -354,6 +354,11 @@ impl Tuner {
         self.inbound.heard()
     }
 
+    /// Returns true if the peer is authenticated, or needs no authentication in HTTP/2.
+    pub(crate) fn is_admitted(&self) -> bool {
+        self.inbound.is_admitted.load(Ordering::Acquire)
+    }
+
     /// Announces the window that the path needs. `announce` fails until the peer has confirmed the previous
     /// announcement. Call after polling the connection, because the connection's poll changes the counters.
     /// Returns true if the connection has something to send.
@@ -366,7 +371,7 @@ impl Tuner {
         announce: impl FnOnce(Window) -> Result<(), h2::Error>,
     ) -> Result<bool, Silent> {
         self.inbound.tuner.register(cx.waker());
-        if !self.inbound.is_admitted.load(Ordering::Acquire) {
+        if !self.is_admitted() {
             return Ok(false);
         }
         self.look(cx)?;

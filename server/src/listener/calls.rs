@@ -16,8 +16,9 @@ use tokio_util::sync::CancellationToken;
 
 use super::ListenerContext;
 
-/// Largest number of streams that an agent may open on one connection. An agent opens one stream.
-const AGENT_STREAMS: u32 = 16;
+/// Largest number of streams that an agent may open on one connection. An agent opens one stream; another one may be open
+/// while the end of the first is on its way.
+const AGENT_STREAMS: u32 = 2;
 
 /// The connection that carried a request; stored in the request's extensions.
 #[derive(Clone)]

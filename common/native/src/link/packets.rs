@@ -14,7 +14,7 @@ use h2::{client, server};
 use tokio::io::{AsyncRead, AsyncWrite};
 
 use super::{HEADER_BYTES, Opener, SMALL_FRAMES, Taker, unpingable};
-use crate::counting_reader::CountingReader;
+use crate::counting_reader::{CountingReader, ReadQuota};
 use crate::window::{
     Inbound, OPENER_HELD_BYTES, PACKETS_LONG_PATH_BYTES, Pings, Tuner, WindowProfile,
 };
@@ -30,8 +30,24 @@ pub const SERVER_SEND_BYTES: usize = 400 * 1024;
 /// `h2` would hide the part of the server's window above it.
 pub const AGENT_SEND_BYTES: usize = 1024 * 1024;
 
-/// Number of streams that a peer may have reset because of its own errors before its connection ends.
-const ERROR_RESETS: usize = 1024;
+/// Number of streams that a client may have reset because of its own errors before its connection ends.
+const CLIENT_ERROR_RESETS: usize = 1024;
+
+/// Number of streams that a packet stream's peer may have reset because of its own errors, or because it opened too many,
+/// before its connection ends. Each occupies 1.4 KiB. The peer has one stream, so its errors matter little.
+const ERROR_RESETS: usize = 64;
+
+/// Largest header list of an agent, in bytes as `h2` counts them: its token, its id and its identifiers. A field without a
+/// text counts 32 bytes, and occupies 72.
+const AGENT_HEADER_BYTES: u32 = 16 * 1024;
+
+/// Bytes of HTTP/2 that the server reads before the first call of an agent: a header list, and the frames before it.
+const FIRST_BYTES: usize = 20 * 1024;
+
+/// Number of bytes to read before calls in them are accepted. Between its call and its admission, an agent may send as much
+/// again: nothing but pings is expected, because stock agents wait for the answer. A DATA frame of one byte occupies 250
+/// bytes, and trailers up to 36 KiB.
+const FIRST_READ_BYTES: usize = 1024;
 
 /// Unread bytes of all connections of a packet stream together from which the stream has the smallest window. The
 /// buffers of each connection have a bound of their own. A smaller value would shrink the window of a long path.
@@ -68,8 +84,11 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Taker<S, B> {
         settings
             .initial_window_size(PACKETS_LONG_PATH_BYTES)
             .max_concurrent_streams(streams)
+            .max_header_list_size(AGENT_HEADER_BYTES)
+            .max_local_error_reset_streams(Some(ERROR_RESETS))
             .data_frame_budget(SMALL_FRAMES);
-        Self::of_calls(settings, stream, inbound, pings).await
+        let quota = ReadQuota::until_admission(FIRST_READ_BYTES, FIRST_BYTES);
+        Self::of_calls(settings, stream, inbound, pings, Some(quota)).await
     }
 
     /// Starts HTTP/2 as the server of a client of a front end. An idle client is pinged after the idle time of `pings`.
@@ -82,8 +101,10 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Taker<S, B> {
         settings
             .initial_window_size(CLIENT_WINDOW_BYTES)
             .initial_connection_window_size(CLIENT_CONNECTION_WINDOW_BYTES)
+            .max_header_list_size(HEADER_BYTES)
+            .max_local_error_reset_streams(Some(CLIENT_ERROR_RESETS))
             .data_frame_budget(CLIENT_SMALL_FRAMES);
-        Self::of_calls(settings, stream, Arc::new(inbound), pings).await
+        Self::of_calls(settings, stream, Arc::new(inbound), pings, None).await
     }
 
     async fn of_calls(
@@ -91,20 +112,20 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Taker<S, B> {
         stream: S,
         inbound: Arc<Inbound>,
         pings: Pings,
+        quota: Option<ReadQuota>,
     ) -> Result<Self, h2::Error> {
+        let reader = CountingReader::new(stream, inbound.clone()).within(quota.clone());
         let mut connection = settings
             .max_frame_size(FRAME_BYTES)
             .max_send_buffer_size(SERVER_SEND_BYTES)
-            .max_header_list_size(HEADER_BYTES)
-            .max_local_error_reset_streams(Some(ERROR_RESETS))
-            .handshake::<_, B>(CountingReader::new(stream, inbound.clone()))
+            .handshake::<_, B>(reader)
             .await?;
         let ping = connection.ping_pong().ok_or_else(unpingable)?;
         let tuner = Tuner::new(ping, inbound, HELD_BYTES, pings);
         Ok(Self {
             connection,
             tuner,
-            quota: None,
+            quota,
         })
     }
 }

@@ -290,16 +290,22 @@ async fn next_frame(peer: &mut DuplexStream, kind: u8) -> Vec<u8> {
     }
 }
 
-/// Connects a peer that has sent its first frames, and runs the server's end.
-async fn scripted(inbound: &Arc<Inbound>) -> (DuplexStream, JoinHandle<Result<(), String>>) {
+/// Starts a server of packet streams. The returned end has sent its first frames.
+async fn unadmitted(inbound: &Arc<Inbound>) -> (DuplexStream, Taker<DuplexStream, Bytes>) {
     let (near, mut far) = duplex(1 << 22);
-    let preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-    far.write_all(preface).await.unwrap();
+    far.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        .await
+        .unwrap();
     far.write_all(&[0, 0, 0, SETTINGS, 0, 0, 0, 0, 0])
         .await
         .unwrap();
-    let taker = Taker::<_, Bytes>::for_packets(near, inbound.clone(), 16, PINGS).await;
-    let mut taker = taker.unwrap();
+    let taker = Taker::for_packets(near, inbound.clone(), 2, PINGS).await;
+    (far, taker.unwrap())
+}
+
+/// Connects a peer that has sent its first frames, and runs the server's end.
+async fn scripted(inbound: &Arc<Inbound>) -> (DuplexStream, JoinHandle<Result<(), String>>) {
+    let (far, mut taker) = unadmitted(inbound).await;
     let run = tokio::spawn(async move { taker.next().await.map(|_| ()) });
     (far, run)
 }
@@ -334,6 +340,116 @@ async fn window_stays_while_pings_are_unanswered() {
     assert!(!run.is_finished());
     let ended = timeout(LIMIT, run).await.unwrap().unwrap();
     assert!(ended.unwrap_err().contains("silent"));
+}
+
+/// Fields of a call (RFC 7541, C.2): `:method: POST`, `:scheme: https` and `:path: /`.
+const CALL: [u8; 3] = [0x83, 0x87, 0x84];
+
+/// Encodes a HEADERS frame. `flags` are added to END_HEADERS.
+fn headers(flags: u8, stream: u8, fields: &[u8]) -> Vec<u8> {
+    let [high, low] = u16::try_from(fields.len()).unwrap().to_be_bytes();
+    [&[0, high, low, 1, 4 | flags, 0, 0, 0, stream], fields].concat()
+}
+
+/// DATA frame of one byte in the first stream.
+const ONE_BYTE: [u8; 10] = [0, 0, 1, 0, 0, 0, 0, 0, 1, b'x'];
+
+/// Runs a server that keeps all its calls. Returns the number of calls.
+fn keeping(
+    mut taker: Taker<DuplexStream, Bytes>,
+) -> (watch::Receiver<usize>, JoinHandle<Result<(), String>>) {
+    let (count, counted) = watch::channel(0);
+    let run = tokio::spawn(async move {
+        let mut calls = Vec::new();
+        while let Some(call) = taker.next().await? {
+            calls.push(call);
+            count.send_replace(calls.len());
+        }
+        Ok::<_, String>(())
+    });
+    (counted, run)
+}
+
+#[tokio::test(start_paused = true)]
+async fn little_is_read_between_a_call_and_the_admission_of_the_agent() {
+    const FRAMES: usize = 8000;
+    let inbound = Arc::new(Inbound::new(WindowProfile::Packets));
+    let (mut far, taker) = unadmitted(&inbound).await;
+    far.write_all(&headers(0, 1, &CALL)).await.unwrap();
+    far.write_all(&ONE_BYTE.repeat(FRAMES)).await.unwrap();
+    let (mut calls, _run) = keeping(taker);
+    timeout(LIMIT, calls.wait_for(|calls| *calls == 1))
+        .await
+        .unwrap()
+        .unwrap();
+    sleep(Duration::from_secs(1)).await;
+    let read = inbound.heard();
+    assert!(read <= 3 * FIRST_READ_BYTES as u64, "{read} bytes");
+    inbound.admit();
+    let all = async {
+        while inbound.heard() < (FRAMES * ONE_BYTE.len()) as u64 {
+            sleep(Duration::from_millis(1)).await;
+        }
+    };
+    timeout(LIMIT, all).await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn reads_without_a_call_stop_after_20_kib() {
+    let inbound = Arc::new(Inbound::new(WindowProfile::Packets));
+    let (mut far, taker) = unadmitted(&inbound).await;
+    // Frames of an unknown type, which are ignored.
+    let ignored = [0, 0, 0, 0xf0, 0, 0, 0, 0, 0].repeat(10_000);
+    far.write_all(&ignored).await.unwrap();
+    let (calls, run) = keeping(taker);
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(inbound.heard(), FIRST_BYTES as u64);
+    assert!(!run.is_finished());
+    assert_eq!(*calls.borrow(), 0);
+}
+
+/// A list of 15 KiB: a token of 13 KiB, more than any API server issues, and many identifiers.
+#[tokio::test(start_paused = true)]
+async fn call_with_a_large_token_is_accepted_before_the_admission() {
+    let inbound = Arc::new(Inbound::new(WindowProfile::Packets));
+    let (near, far) = duplex(1 << 16);
+    let (requests, connection) = h2::client::handshake(far).await.unwrap();
+    tokio::spawn(connection);
+    let taker = Taker::for_packets(near, inbound, 2, PINGS).await.unwrap();
+    let (mut calls, _run) = keeping(taker);
+    let mut requests = requests.ready().await.unwrap();
+    let request = Request::post("https://localhost/")
+        .header("authorization", format!("Bearer {}", "t".repeat(13 << 10)))
+        .header("agentidentifiers", "h".repeat(1 << 10));
+    let (_answer, _body) = requests
+        .send_request(request.body(()).unwrap(), false)
+        .unwrap();
+    let called = timeout(LIMIT, calls.wait_for(|calls| *calls == 1)).await;
+    called.unwrap().unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn list_of_many_empty_fields_is_refused_and_stream_errors_end_the_connection() {
+    let inbound = Arc::new(Inbound::new(WindowProfile::Packets));
+    inbound.admit();
+    let (mut far, taker) = unadmitted(&inbound).await;
+    let (mut calls, run) = keeping(taker);
+    // The first field is defined by its name, the others refer to it. Each counts 33 bytes.
+    let fields = |count| [&CALL[..], &[0x40, 1, b'x', 0], &vec![0x80 | 62; count]].concat();
+    far.write_all(&headers(0, 1, &fields(500))).await.unwrap();
+    far.write_all(&headers(0, 3, &CALL)).await.unwrap();
+    let called = timeout(LIMIT, calls.wait_for(|calls| *calls == 1)).await;
+    called.unwrap().unwrap();
+    // Streams that depend on themselves (RFC 7540, section 5.3.1).
+    let mut errors = Vec::new();
+    for id in (5..).step_by(2).take(ERROR_RESETS + 1) {
+        errors.extend(headers(0x20, id, &[0, 0, 0, id, 15]));
+    }
+    far.write_all(&errors).await.unwrap();
+    let ended = timeout(LIMIT / 4, run).await.unwrap().unwrap();
+    let why = ended.unwrap_err();
+    assert!(!why.contains("silent"), "{why}");
+    assert_eq!(*calls.borrow(), 1);
 }
 
 /// Idle time after which the agent of [`stock_server`] sends a ping.
