@@ -36,6 +36,22 @@ const SMALL_FRAMES: usize = 64 * 1024 * 1024;
 /// Largest accepted header block, in bytes. Our programs send less than 1 KiB, except for long error texts.
 const HEADER_BYTES: u32 = 64 * 1024;
 
+/// Number of reset streams that an [`Opener`] remembers: 550 resets per second for [`OPENER_RESET_TIME`].
+const OPENER_RESET_STREAMS: usize = 4 * RESET_STREAMS;
+
+/// Time for which an [`Opener`] remembers a reset stream. Frames that the peer sent before it learned of the reset arrive
+/// within this time: a peer is lost if nothing arrives for 20 s after a ping.
+const OPENER_RESET_TIME: Duration = Duration::from_secs(30);
+
+/// Number of streams that the peer of an [`Opener`] may have reset because of its own errors before its connection ends.
+/// Each may occupy 1.4 KiB while the peer does not read. Our programs cause such an error only by a frame for a stream that
+/// the opener has forgotten.
+const OPENER_ERROR_RESETS: usize = 4096;
+
+/// Number of bytes that an [`Opener`] reads before the tasks of its streams run. Each stream that waits for its response
+/// keeps the informational responses (1xx) in these bytes, up to 5 MiB, until its task discards them.
+const OPENER_READ_QUOTA: usize = 64 * 1024;
+
 /// Number of read quotas that one poll of a connection uses up at most. Streams that wait for these bytes run next.
 const QUOTAS: usize = 4;
 
@@ -44,6 +60,7 @@ const QUOTAS: usize = 4;
 pub struct Opener<S, B: Buf = Chunk> {
     connection: client::Connection<CountingReader<S>, B>,
     tuner: Tuner,
+    quota: Option<ReadQuota>,
 }
 
 /// Server end of an HTTP/2 connection, which accepts streams; used by the agent for a native agent connection, and by
@@ -122,22 +139,29 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Opener<S> {
         inbound: Arc<Inbound>,
         pings: Pings,
     ) -> Result<(Requests, Self), h2::Error> {
+        let quota = Some(ReadQuota::new(OPENER_READ_QUOTA));
+        let reader = CountingReader::new(stream, inbound.clone()).within(quota.clone());
         let (requests, mut connection) = client::Builder::new()
             .initial_window_size(inbound.window())
             .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
             .max_frame_size(FRAME_BYTES as u32)
             .max_send_buffer_size(SEND_BYTES)
             .max_header_list_size(HEADER_BYTES)
-            .max_concurrent_reset_streams(RESET_STREAMS)
-            .max_local_error_reset_streams(None)
+            .max_concurrent_reset_streams(OPENER_RESET_STREAMS)
+            .reset_stream_duration(OPENER_RESET_TIME)
+            .max_local_error_reset_streams(Some(OPENER_ERROR_RESETS))
             .data_frame_budget(SMALL_FRAMES)
             .initial_max_send_streams(usize::MAX >> 1)
             .enable_push(false)
-            .handshake(CountingReader::new(stream, inbound.clone()).reading_ahead())
+            .handshake(reader.reading_ahead())
             .await?;
         let ping = connection.ping_pong().ok_or_else(unpingable)?;
         let tuner = Tuner::new(ping, inbound, OPENER_HELD_BYTES, pings);
-        let opener = Self { connection, tuner };
+        let opener = Self {
+            connection,
+            tuner,
+            quota,
+        };
         Ok((requests, opener))
     }
 }
@@ -167,10 +191,19 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Opener<S, B> {
     }
 
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), String>> {
-        let Self { connection, tuner } = self;
+        let Self {
+            connection,
+            tuner,
+            quota,
+        } = self;
         loop {
             if let Poll::Ready(ended) = Pin::new(&mut *connection).poll(cx) {
                 return Poll::Ready(ended.map_err(|error| error.to_string()));
+            }
+            if let Some(quota) = quota.as_ref().filter(|quota| quota.is_used_up()) {
+                quota.renew(tuner.is_admitted());
+                // The tasks of the streams were woken before, and run first.
+                cx.waker().wake_by_ref();
             }
             let announce = |window| match window {
                 Window::Connection(bytes) => {
@@ -412,6 +445,76 @@ mod tests {
         run.abort();
         let idle = SHORT.idle.as_secs();
         assert_eq!(times, [idle, 2 * idle, 3 * idle, 4 * idle]);
+    }
+
+    /// HEADERS frames of `count` streams, each of which depends on itself (RFC 7540, section 5.3.1). Each is an error that
+    /// resets the stream.
+    fn self_dependent_streams(count: u32) -> Vec<u8> {
+        let mut frames = Vec::new();
+        for id in (2..).step_by(2).take(count as usize) {
+            let id = u32::to_be_bytes(id);
+            frames.extend([0, 0, 5, 1, 0x24]);
+            frames.extend([id, id].concat());
+            frames.push(15);
+        }
+        frames
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn flood_of_stream_errors_ends_an_opener() {
+        let (near, mut far) = duplex(1 << 20);
+        far.write_all(&SETTINGS).await.unwrap();
+        let (_requests, mut opener) = Opener::new(near, Arc::default(), SHORT).await.unwrap();
+        let errors = self_dependent_streams(OPENER_ERROR_RESETS as u32 + 1);
+        far.write_all(&errors).await.unwrap();
+        let ended = timeout(LIMIT * 3, opener.run()).await.unwrap();
+        let why = ended.unwrap_err();
+        assert!(!why.contains("silent"), "{why}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn opener_survives_some_stream_errors() {
+        let (near, mut far) = duplex(1 << 20);
+        far.write_all(&SETTINGS).await.unwrap();
+        let (_requests, mut opener) = Opener::new(near, Arc::default(), SHORT).await.unwrap();
+        far.write_all(&self_dependent_streams(1000)).await.unwrap();
+        let ended = timeout(LIMIT / 2, opener.run()).await;
+        assert!(ended.is_err(), "{ended:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn opener_reads_a_limited_burst_before_other_tasks_run() {
+        // An informational response (103) of the first stream, with 200 fields that have no value. The first response
+        // defines the field.
+        let response = |definition: &[u8]| {
+            let status = [8, 3, b'1', b'0', b'3'];
+            let fields = [&status[..], definition, &[0x80 | 62; 200]].concat();
+            let head = [0, 0, fields.len() as u8, 1, 4, 0, 0, 0, 1];
+            [&head[..], &fields].concat()
+        };
+        let mut burst = response(&[0x40, 1, b'x', 0]);
+        burst.extend(response(&[]).repeat(4000));
+        let (near, mut far) = duplex(1 << 20);
+        let inbound = Arc::<Inbound>::default();
+        let opened = Opener::new(near, inbound.clone(), SHORT).await;
+        let (mut requests, mut opener) = opened.unwrap();
+        let (answer, _) = requests.send_request(Request::new(()), true).unwrap();
+        let waiting = tokio::spawn(async move { answer.await.is_ok() });
+        let answer = [0_u8, 0, 1, 1, 4, 0, 0, 0, 1, 0x88];
+        far.write_all(&[&SETTINGS[..], &burst, &answer].concat())
+            .await
+            .unwrap();
+        tokio::select! {
+            biased;
+            ended = opener.run() => panic!("{ended:?}"),
+            () = std::future::ready(()) => {}
+        }
+        assert!(inbound.heard() <= OPENER_READ_QUOTA as u64);
+        tokio::select! {
+            ended = opener.run() => panic!("{ended:?}"),
+            answered = waiting => assert!(answered.unwrap()),
+        }
+        assert_eq!(inbound.heard(), (9 + burst.len() + 10) as u64);
     }
 
     #[tokio::test]
