@@ -458,6 +458,24 @@ async fn many_calls_with_one_token_need_few_reviews() {
 }
 
 #[tokio::test]
+async fn connection_gets_no_review_after_a_refusal() {
+    let cluster = Cluster::ours().await;
+    let caller = cluster.caller().await;
+    for token in 0..5 {
+        let value = format!("Bearer {token}");
+        let call = caller.clone().call(&[&value]).await;
+        call.expect_err("a refusal");
+    }
+    assert_eq!(cluster.api.reviews().len(), 1);
+    // A connection may make another call after an accepted one.
+    cluster.api.token("good", TokenStatus::user(USER));
+    let caller = cluster.caller().await;
+    for _ in 0..2 {
+        caller.clone().call(&["Bearer good"]).await.unwrap();
+    }
+}
+
+#[tokio::test]
 async fn body_before_authentication_is_not_read() {
     let cluster = Cluster::ours().await;
     let silent = Fault::delay(LIMIT);

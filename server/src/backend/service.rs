@@ -68,6 +68,13 @@ impl Service for Agents {
 
     async fn take(&self, request: Request<Reader>) -> Result<Response<Outgoing>, Status> {
         let mut hello = Hello::from_metadata(request.metadata()).map_err(Status::unknown)?;
+        let connection = request.extensions().get::<PeerConnection>().cloned();
+        let connection = connection.ok_or_else(|| Status::internal("no connection"))?;
+        if !connection.begin_review() {
+            let why =
+                "the connection has another call that is not accepted; open another connection";
+            return Err(Status::unknown(why));
+        }
         let place = match self.admit(request.metadata(), &mut hello).await {
             Ok(place) => place,
             Err(error) => {
@@ -77,12 +84,10 @@ impl Service for Agents {
                 return Err(Status::unknown(error.to_string()));
             }
         };
-        let connection = request.extensions().get::<PeerConnection>();
-        let connection = connection.ok_or_else(|| Status::internal("no connection"))?;
         connection.admit();
         let carrier = Carrier {
-            cut: connection.cut.clone(),
-            inbound: connection.inbound.clone(),
+            cut: connection.cut,
+            inbound: connection.inbound,
         };
         let (stream, messages) =
             AgentStream::new(hello, self.limits.clone(), carrier, self.metrics.clone());

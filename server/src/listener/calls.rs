@@ -28,13 +28,22 @@ pub(crate) struct PeerConnection {
     /// Counters of the traffic from the peer.
     pub inbound: Arc<Inbound>,
     candidate: Arc<Candidate>,
+    /// True during the review of a call, and for good after a call that was refused.
+    is_reviewed: Arc<AtomicBool>,
 }
 
 // === impl PeerConnection ===
 
 impl PeerConnection {
+    /// Returns true if a call of the connection may be reviewed: no other review continues, and none has failed. A peer that
+    /// has to open a connection for each review uses up slots.
+    pub(crate) fn begin_review(&self) -> bool {
+        !self.is_reviewed.swap(true, Ordering::Relaxed)
+    }
+
     /// Admits the peer, once it is authenticated: frees its slot, and opens its window.
     pub(crate) fn admit(&self) {
+        self.is_reviewed.store(false, Ordering::Relaxed);
         self.candidate.admit();
         self.inbound.admit();
     }
@@ -73,6 +82,7 @@ impl ListenerContext {
             cut: CancellationToken::new(),
             inbound: Arc::new(Inbound::new(WindowProfile::Packets)),
             candidate,
+            is_reviewed: Arc::default(),
         };
         let inbound = connection.inbound.clone();
         let taker = Taker::for_packets(io, inbound, AGENT_STREAMS, self.pings());
