@@ -12,6 +12,7 @@ use culvert_kube::tokens::Tokens;
 use culvert_native::resume::Process;
 use rustls::pki_types::CertificateDer;
 use tokio::sync::watch;
+use tokio::task::coop::consume_budget;
 use tokio_util::task::TaskTracker;
 use tonic::metadata::{MetadataMap, MetadataValue};
 use tonic::{Request, Response, Status};
@@ -240,6 +241,8 @@ async fn read(
                 break status.message().to_owned();
             }
         }
+        // Messages that have arrived are ready without a limit, and other agents have the same thread.
+        consume_budget().await;
     };
     drop(registration);
     let (pending, open) = stream.counts();
@@ -306,6 +309,12 @@ fn shorten(text: String) -> String {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
+    use culvert_konnectivity::grpc;
+    use culvert_konnectivity::message::{ConnectId, Message};
+    use culvert_native::halves::Chunk;
+    use culvert_native::link::{Opener, Taker, TakerLimits};
+    use culvert_native::window::{Inbound, Pings};
+
     use super::super::registry::{AgentLimits, MAX_STREAMS, NoPlace};
     use super::*;
     use crate::metrics::RejectReason;
@@ -342,6 +351,56 @@ mod tests {
         assert!(admit(&agents, "a").await.is_ok());
         drop(places);
         assert!(agents.registry.has_no_places());
+    }
+
+    #[tokio::test]
+    async fn reader_of_many_messages_lets_other_tasks_run() {
+        let agents = agents(None);
+        let (place, _) = admit(&agents, "a").await.unwrap();
+        let hello = hello(&[("agentid", "a")]).unwrap();
+        let (limits, metrics) = (agents.limits.clone(), agents.metrics.clone());
+        let (stream, _outgoing) =
+            AgentStream::new(hello, limits, Carrier::default(), metrics.clone());
+        let backend = Backend::Packet(stream.clone());
+        let registration = agents.registry.register(backend, place);
+
+        let (near, far) = tokio::io::duplex(1 << 20);
+        let inbound = Arc::<Inbound>::default();
+        let (opened, taken) = tokio::join!(
+            Opener::new(near, Arc::default(), Pings::default()),
+            Taker::new(far, inbound.clone(), TakerLimits::trusting()),
+        );
+        let ((mut requests, mut opener), mut taker) = (opened.unwrap(), taken.unwrap());
+        tokio::spawn(async move { opener.run().await });
+        let (_answer, mut send) = requests
+            .send_request(http::Request::new(()), false)
+            .unwrap();
+        let (request, _respond) = taker.next().await.unwrap().unwrap();
+        tokio::spawn(async move { taker.next().await.map(|_| ()) });
+        let mut messages = Vec::new();
+        for _ in 0..5000 {
+            let connection = ConnectId(7);
+            grpc::encode(Message::CloseRequest { connection }, &mut messages);
+        }
+        let bytes = messages.len() as u64;
+        send.send_data(Chunk::detached(messages.into()), true)
+            .unwrap();
+        while inbound.heard() < bytes {
+            tokio::task::yield_now().await;
+        }
+        // Lets the last frame arrive, whose head follows these bytes.
+        for _ in 0..1000 {
+            tokio::task::yield_now().await;
+        }
+
+        let messages = Reader::request(grpc::Received::new(request.into_body()));
+        let mut reading = std::pin::pin!(read(messages, stream, registration, metrics));
+        tokio::select! {
+            biased;
+            () = &mut reading => panic!("all messages were read at once"),
+            () = std::future::ready(()) => {}
+        }
+        reading.await;
     }
 
     #[tokio::test]
