@@ -15,7 +15,7 @@ use culvert_host::net::congestion::congestion;
 use culvert_host::net::listen::{Keepalive, Listener};
 use culvert_host::net::networks::Networks;
 use culvert_host::runtime::shards::Shards;
-use culvert_host::runtime::spawn_essential;
+use culvert_host::runtime::{memory_limit, spawn_essential};
 use culvert_host::tls::reload::ServerTls;
 use culvert_konnectivity::excess::OverflowBudget;
 use culvert_konnectivity::memory::{Buffers, Stream, connection_bytes};
@@ -34,7 +34,7 @@ use crate::backend::agent::{self, Limits};
 use crate::backend::announced::Announced;
 use crate::backend::identity::AgentPeer;
 use crate::backend::konnectivity::Konnectivity;
-use crate::backend::registry::AgentLimits;
+use crate::backend::registry::{AgentLimits, most_agents};
 use crate::backend::resume::Sessions;
 use crate::backend::service::Agents;
 use crate::backend::{Registry, Tunnel, openvpn};
@@ -130,7 +130,7 @@ impl Bound {
             None => None,
         };
         let agent_limits = AgentLimits {
-            agents: config.limits.agents.unwrap_or(usize::MAX),
+            agents: most_agents(config.limits.agents, memory_limit()),
             connections: config.limits.connections_per_agent.unwrap_or(usize::MAX),
         };
         let strategies = config.strategies.clone();

@@ -476,6 +476,28 @@ async fn connection_gets_no_review_after_a_refusal() {
 }
 
 #[tokio::test]
+async fn connections_of_a_pod_are_limited() {
+    let cluster = Cluster::ours().await;
+    for token in ["first", "renewed"] {
+        let status = TokenStatus::user(USER).pod("agent-a");
+        cluster.api.token(token, status);
+    }
+    cluster
+        .api
+        .token("other", TokenStatus::user(USER).pod("agent-b"));
+    let mut calls = Vec::new();
+    for _ in 0..64 {
+        let call = cluster.caller().await.call(&["Bearer first"]).await;
+        calls.push(call.unwrap());
+    }
+    let refused = cluster.caller().await.call(&["Bearer renewed"]).await;
+    let text = "the agent already has 64 streams";
+    assert_eq!(refused.expect_err("a refusal").message(), text);
+    let other = cluster.caller().await.call(&["Bearer other"]).await;
+    calls.push(other.unwrap());
+}
+
+#[tokio::test]
 async fn body_before_authentication_is_not_read() {
     let cluster = Cluster::ours().await;
     let silent = Fault::delay(LIMIT);

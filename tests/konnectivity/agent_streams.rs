@@ -132,6 +132,34 @@ async fn refused_agent_keeps_the_default_window_and_two_streams() {
 }
 
 #[tokio::test]
+async fn connection_of_an_agent_is_closed_after_its_call() {
+    let topology = server_alone(Mode::Grpc).await;
+    let socket = TcpStream::connect(topology.agent_address(0)).await.unwrap();
+    let pki = topology.pki();
+    let tls = TlsConnector::from(pki.client_tls(&pki.agent, &["h2"]).unwrap());
+    let name = "localhost".try_into().unwrap();
+    let stream = timely("TLS", tls.connect(name, socket)).await.unwrap();
+    let (requests, connection) = h2::client::handshake(stream).await.unwrap();
+    let mut connection = tokio::spawn(connection);
+    let mut requests = timely("HTTP/2", requests.ready()).await.unwrap();
+    let request = http::Request::post("https://localhost/AgentService/Connect")
+        .header("te", "trailers")
+        .header("content-type", "application/grpc")
+        .header("agentid", "a");
+    let (answer, mut body) = requests
+        .send_request(request.body(()).unwrap(), false)
+        .unwrap();
+    let answer = timely("an answer", answer).await.unwrap();
+    server_shows(&topology, "ready_backends", &[], 1.0).await;
+    body.send_reset(h2::Reason::CANCEL);
+    drop((answer, body));
+    // The handle keeps the agent's end open.
+    let _ = timely("the end of the connection", &mut connection).await;
+    server_shows(&topology, "ready_backends", &[], 0.0).await;
+    drop(requests);
+}
+
+#[tokio::test]
 async fn agent_with_a_missing_or_repeated_id_is_refused() {
     let topology = server_alone(Mode::Grpc).await;
     let cases: [(&[(&str, &str)], &str); 3] = [

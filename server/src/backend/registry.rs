@@ -22,10 +22,8 @@ use parking_lot::Mutex;
 use tracing::{info, warn};
 
 use self::group::{Conditions, Group};
-#[cfg(test)]
-pub(crate) use self::places::MAX_STREAMS;
 use self::places::Places;
-pub(crate) use self::places::{NoPlace, Place};
+pub(crate) use self::places::{MAX_POD_STREAMS, MAX_STREAMS, NoPlace, Place, most_agents};
 use self::seats::Seats;
 use super::Backend;
 use super::load::{ClientSeat, Load, LoadGuard};

@@ -21,6 +21,7 @@ use tracing::{Instrument, info, info_span, warn};
 use super::agent::{AgentStream, Carrier, Hello, Limits, Outgoing};
 use super::announced::Announced;
 use super::identity::{AgentIdFrom, AgentPeer, AgentRefusal};
+use super::registry::{MAX_POD_STREAMS, MAX_STREAMS, NoPlace};
 use super::resume::{Owner, Sessions};
 use super::second_link::SecondLinks;
 use super::{Backend, Place, Registration, Registry};
@@ -170,7 +171,17 @@ impl Agents {
         hello: &mut Hello,
     ) -> Result<Place, AgentRefusal> {
         let identity = self.authenticate(metadata, hello).await?;
-        Ok(self.registry.place(identity)?)
+        Ok(self.place(identity)?)
+    }
+
+    /// Takes a place for an authenticated agent's stream.
+    pub(super) fn place(&self, identity: Arc<str>) -> Result<Place, NoPlace> {
+        // An empty identity is that of all tokens without a pod.
+        let is_pod = self.tokens.is_some()
+            && self.id_from != Some(AgentIdFrom::Certificate)
+            && !identity.is_empty();
+        let most = if is_pod { MAX_POD_STREAMS } else { MAX_STREAMS };
+        self.registry.place(identity, most)
     }
 
     /// Authenticates an agent, and returns its identity. Sets the agent's id if ids come from identities.
@@ -315,7 +326,7 @@ mod tests {
     use culvert_native::link::{Opener, Taker, TakerLimits};
     use culvert_native::window::{Inbound, Pings};
 
-    use super::super::registry::{AgentLimits, MAX_STREAMS, NoPlace};
+    use super::super::registry::AgentLimits;
     use super::*;
     use crate::metrics::RejectReason;
 
@@ -345,7 +356,7 @@ mod tests {
             places.push(admit(&agents, "a").await.unwrap());
         }
         let refused = admit(&agents, "a").await.err();
-        assert_eq!(refused, Some(NoPlace::Identity.into()));
+        assert_eq!(refused, Some(NoPlace::Identity(MAX_STREAMS).into()));
         assert!(admit(&agents, "b").await.is_ok());
         places.pop();
         assert!(admit(&agents, "a").await.is_ok());

@@ -93,7 +93,7 @@ impl Agents {
         let identified = match self.authenticate(&metadata, &mut hello).await {
             Ok(identity) if is_resumed => Ok((identity, None)),
             Ok(identity) => {
-                let place = self.registry.place(identity.clone());
+                let place = self.place(identity.clone());
                 place
                     .map(|place| (identity, Some(place)))
                     .map_err(Into::into)

@@ -18,6 +18,21 @@ pub(super) struct Places {
     total: usize,
 }
 
+/// Largest number of streams of one pod, whose token is its identity. An agent has one stream, and more for a short time after
+/// its link broke or while it looks for servers.
+pub(crate) const MAX_POD_STREAMS: usize = 64;
+
+/// Memory of an agent connection without dials, in bytes: 42 KiB were measured (docs/performance.md).
+const CONNECTION_BYTES: u64 = 48 * 1024;
+
+/// Returns the largest number of agent connections for a value of `--max-agents` and a memory limit in bytes. `None` stands
+/// for no limit.
+pub(crate) fn most_agents(flag: Option<usize>, memory: Option<u64>) -> usize {
+    let fitting = memory.and_then(|bytes| usize::try_from(bytes / CONNECTION_BYTES).ok());
+    let [flag, fitting] = [flag, fitting].map(|limit| limit.unwrap_or(usize::MAX));
+    flag.min(fitting)
+}
+
 /// Place of an agent's stream among the streams of its identity. Dropping the value frees the place.
 pub(crate) struct Place {
     registry: Arc<Registry>,
@@ -28,31 +43,38 @@ pub(crate) struct Place {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum NoPlace {
     /// The identity has too many streams.
-    #[error("the agent already has {MAX_STREAMS} streams")]
-    Identity,
+    #[error("the agent already has {0} streams")]
+    Identity(usize),
     /// The server has too many streams.
-    #[error("the server already has {0} agent connections; see its flag --max-agents")]
+    #[error(
+        "the server already has {0} agent connections; see its memory limit and its flag --max-agents"
+    )]
     Server(usize),
 }
 
 // === impl Registry ===
 
 impl Registry {
-    /// Takes a place for a stream. If no place is free, ends an agent connection that is away, and takes its place.
+    /// Takes a place for a stream of an identity with at most `most` streams. If no place is free, ends an agent connection that
+    /// is away, and takes its place.
     ///
     /// # Errors
     /// Fails if the identity or the server has too many streams.
-    pub(crate) fn place(self: &Arc<Self>, identity: Arc<str>) -> Result<Place, NoPlace> {
-        let full = match self.free_place(identity.clone()) {
+    pub(crate) fn place(
+        self: &Arc<Self>,
+        identity: Arc<str>,
+        most: usize,
+    ) -> Result<Place, NoPlace> {
+        let full = match self.free_place(identity.clone(), most) {
             Err(full) => full,
             placed => return placed,
         };
         let is_candidate = |place: &Place| match full {
-            NoPlace::Identity => place.identity == identity,
+            NoPlace::Identity(_) => place.identity == identity,
             NoPlace::Server(_) => true,
         };
         match self.displace(is_candidate) {
-            true => self.free_place(identity),
+            true => self.free_place(identity, most),
             false => Err(full),
         }
     }
@@ -78,14 +100,14 @@ impl Registry {
         place.is_some()
     }
 
-    fn free_place(self: &Arc<Self>, identity: Arc<str>) -> Result<Place, NoPlace> {
+    fn free_place(self: &Arc<Self>, identity: Arc<str>, most: usize) -> Result<Place, NoPlace> {
         let mut places = self.places.lock();
         if places.total >= self.limits.agents {
             return Err(NoPlace::Server(self.limits.agents));
         }
         let count = places.by_identity.entry(identity.clone()).or_default();
-        if *count >= MAX_STREAMS {
-            return Err(NoPlace::Identity);
+        if *count >= most {
+            return Err(NoPlace::Identity(most));
         }
         *count += 1;
         places.total += 1;
@@ -113,5 +135,20 @@ impl Drop for Place {
                 places.by_identity.remove(&self.identity);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_limit_lowers_the_number_of_agents() {
+        let mebibytes = |count: u64| Some(count * 1024 * 1024);
+        assert_eq!(most_agents(None, None), usize::MAX);
+        assert_eq!(most_agents(Some(10_000), None), 10_000);
+        assert_eq!(most_agents(Some(10_000), mebibytes(200)), 4266);
+        assert_eq!(most_agents(Some(50), mebibytes(200)), 50);
+        assert_eq!(most_agents(None, mebibytes(512)), 10_922);
     }
 }

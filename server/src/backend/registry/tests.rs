@@ -46,7 +46,7 @@ impl World {
         };
         let metrics = self.registry.metrics.clone();
         let (stream, _) = AgentStream::new(hello, limits, Carrier::default(), metrics);
-        let place = self.registry.place(id.into()).unwrap();
+        let place = self.registry.place(id.into(), MAX_STREAMS).unwrap();
         let registration = self
             .registry
             .register(Backend::Packet(stream.clone()), place);
