@@ -11,6 +11,9 @@ const PROBE_AFTER: Duration = Duration::from_millis(500);
 /// Time for a peer to send a byte after the probe. Longer than a round trip on any usable path.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// Number of looks for a byte of the peer during [`PROBE_TIMEOUT`].
+const CHECKS: u32 = 10;
+
 /// Suspicion that a peer is gone although its connection is still open. An unanswered probe raises the
 /// suspicion, and the next byte from the peer removes it.
 pub struct Suspicion {
@@ -45,7 +48,13 @@ impl Suspicion {
             sleep(PROBE_AFTER).await;
             if heard() == before {
                 probe();
-                sleep(PROBE_TIMEOUT).await;
+                // A byte ends the wait early, so that a peer that falls silent afterwards is not found later than others.
+                for _ in 0..CHECKS {
+                    sleep(PROBE_TIMEOUT / CHECKS).await;
+                    if heard() != before {
+                        break;
+                    }
+                }
             }
             if heard() == before {
                 return self.raise(before);
@@ -72,6 +81,24 @@ mod tests {
         assert_eq!(probes.load(Ordering::Relaxed), 1);
         assert!(suspicion.is_raised(7) && !suspicion.is_raised(8));
         assert!(!suspicion.wait(|| 7, || {}).await);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn peer_is_suspect_soon_after_its_last_byte() {
+        let (suspicion, heard) = (Suspicion::none(), AtomicU64::new(0));
+        let started = Instant::now();
+        let last = PROBE_AFTER + Duration::from_millis(50);
+        let waiting = suspicion.wait(|| heard.load(Ordering::Relaxed), || {});
+        let byte = async {
+            sleep(last).await;
+            heard.fetch_add(1, Ordering::Relaxed);
+        };
+        assert!(tokio::join!(waiting, byte).0);
+        let silence = started.elapsed() - last;
+        assert!(
+            silence <= PROBE_AFTER + PROBE_TIMEOUT + PROBE_TIMEOUT / CHECKS,
+            "{silence:?}"
+        );
     }
 
     #[tokio::test(start_paused = true)]
