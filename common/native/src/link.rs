@@ -52,9 +52,6 @@ const OPENER_ERROR_RESETS: usize = 4096;
 /// keeps the informational responses (1xx) in these bytes, up to 5 MiB, until its task discards them.
 const OPENER_READ_QUOTA: usize = 64 * 1024;
 
-/// Number of read quotas that one poll of a connection uses up at most. Streams that wait for these bytes run next.
-const QUOTAS: usize = 4;
-
 /// Client end of an HTTP/2 connection, which opens streams; used by the server for a native agent connection, and by
 /// the agent for a packet stream.
 pub struct Opener<S, B: Buf = Chunk> {
@@ -283,7 +280,6 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Taker<S, B> {
             quota,
         } = self;
         poll_fn(|cx| {
-            let mut quotas = 0;
             loop {
                 if let Poll::Ready(next) = connection.poll_accept(cx) {
                     if let Some(quota) = quota {
@@ -291,15 +287,11 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Taker<S, B> {
                     }
                     return Poll::Ready(next.transpose().map_err(|error| error.to_string()));
                 }
-                // All streams so far are accepted.
+                // All streams so far are accepted. Tasks that wait for these bytes run next.
                 if quota
                     .as_ref()
                     .is_some_and(|quota| quota.is_used_up() && quota.renew(tuner.is_admitted()))
                 {
-                    quotas += 1;
-                    if quotas < QUOTAS {
-                        continue;
-                    }
                     cx.waker().wake_by_ref();
                 }
                 let announce = |window| match window {

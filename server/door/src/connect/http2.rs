@@ -51,20 +51,21 @@ const RESET_STREAMS: usize = MAX_STREAMS as usize;
 /// this time: a client is lost if nothing arrives for 20 s after a ping.
 const RESET_TIME: Duration = Duration::from_secs(30);
 
-/// Largest frame payload that a client may send, in bytes: the smallest limit that HTTP/2 permits, and Envoy's limit.
-const FRAME_BYTES: u32 = 16 * 1024;
+/// Largest frame payload that a client may send, in bytes. A frame that is not complete occupies memory. With Envoy's limit of
+/// 16 KiB, uploads of a node tunnel cost 1.7 times as much processor time as without a limit, with this one 1.2 times.
+const FRAME_BYTES: u32 = 64 * 1024;
 
 /// Budget for unread small DATA frames of a connection, in bytes as `h2` counts them: 8,200 frames of one byte, which
 /// occupy about 4 MiB. A stream reads its frames at once, except while an endpoint has not accepted yet. The budget
-/// covers the one-byte frames of four times [`READ_QUOTA`]; the streams read before more input arrives.
+/// covers the one-byte frames of [`READ_QUOTA`]; the streams read before more input arrives.
 const SMALL_FRAMES: usize = 2 * 1024 * 1024;
 
 /// Largest header list of a request, in bytes. A node's request has two fields of less than 400 bytes together.
 const HEADER_BYTES: u32 = 8 * 1024;
 
 /// Number of bytes to read from a client before the requests in them are accepted, and their header fields dropped. So
-/// many bytes may encode header fields of 1.3 MiB.
-const READ_QUOTA: usize = 16 * 1024;
+/// many bytes may encode header fields of 5 MiB.
+const READ_QUOTA: usize = 64 * 1024;
 
 /// A stream counts as premature if the client resets the stream within this time and before a response
 /// (Envoy's `overload.premature_reset_min_stream_lifetime_seconds`).
