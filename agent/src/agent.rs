@@ -11,7 +11,7 @@ use tokio::net::TcpStream;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tracing::warn;
+use tracing::{info, warn};
 
 use crate::metrics::AgentMetrics;
 
@@ -77,7 +77,7 @@ impl Agent {
         Box::pin(dialed).await.inspect_err(|error| {
             match error.denial {
                 Some(_) => warn!(address, error = error.text, "dial denied"),
-                None => warn!(address, error = error.text, "dial failed"),
+                None => info!(address, error = error.text, "dial failed"),
             }
             self.metrics.dial_failures(error.into()).increment(1);
         })

@@ -12,7 +12,7 @@ use culvert_stream::connection::run_connection;
 use culvert_stream::{CloseReason, Dial, HALF_OPEN_IDLE, Sink, Source, log_closed};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tracing::warn;
+use tracing::{info, warn};
 
 use crate::backend::{Connection, DialError};
 use crate::metrics::ServerMetrics;
@@ -113,7 +113,7 @@ impl Frontend {
         self.metrics.streams.closed.get(reason).increment(1);
     }
 
-    /// Warns the operator about a failed dial. The log limits the number of warnings.
+    /// Logs a failed dial, as a warning if the tunnel or a flag is the cause. The log limits the number of lines.
     pub(crate) fn log_failure(&self, dial: &Dial, error: &DialError) {
         match error {
             DialError::NoAgent => warn!(
@@ -134,7 +134,7 @@ impl Frontend {
             ),
             DialError::TooLong(_) => warn!(%error, "dial refused"),
             DialError::Denied(_) => warn!(address = dial.address, %error, "dial denied"),
-            error => warn!(address = dial.address, %error, "dial failed"),
+            error => info!(address = dial.address, %error, "dial failed"),
         }
     }
 }
