@@ -129,8 +129,15 @@ impl Bound {
             }
             None => None,
         };
+        let agents = most_agents(config.limits.agents, memory_limit());
+        if config.limits.agents.is_none_or(|flag| agents < flag) && agents != usize::MAX {
+            info!(
+                agents,
+                "the memory limit bounds the number of agents, below --max-agents"
+            );
+        }
         let agent_limits = AgentLimits {
-            agents: most_agents(config.limits.agents, memory_limit()),
+            agents,
             connections: config.limits.connections_per_agent.unwrap_or(usize::MAX),
         };
         let strategies = config.strategies.clone();

@@ -37,7 +37,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout};
 use tokio_rustls::TlsAcceptor;
-use tracing::debug;
+use tracing::{debug, info};
 
 use self::denial::Denial;
 use super::front::{FIRST_BYTES_TIMEOUT, Front, refusal_of};
@@ -97,6 +97,12 @@ pub(crate) struct ConnectListener {
 /// Returns the shares in the HTTP/2 connections that fit a memory limit in bytes; `None` stands for no limit.
 pub(crate) fn sessions(memory: Option<u64>) -> Arc<Shares> {
     let most = memory.map_or(u64::MAX, |bytes| bytes / SESSION_BYTES);
+    if memory.is_some() {
+        info!(
+            connections = most,
+            "the memory limit bounds the HTTP/2 connections of the CONNECT port"
+        );
+    }
     Shares::of(most, SESSION_FACTOR)
 }
 

@@ -194,7 +194,7 @@ impl ConnectListener {
 
     /// Refuses an HTTP/2 connection beyond the memory limit.
     fn refuse_session(&self, peer: Origin) {
-        warn!(%peer, "HTTP/2 connection refused: the address has most of the connections that fit the memory limit; raise the memory limit, which allows one connection for each 32 KiB");
+        warn!(%peer, "HTTP/2 connection refused: the connections that fit the memory limit are used up, or the address has most of them; raise the memory limit, which allows one connection for each 32 KiB");
         let metrics = &self.front.metrics;
         metrics.refused(Entrance::Tunneling, Refusal::TooManyConnections);
     }

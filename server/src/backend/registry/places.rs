@@ -93,7 +93,7 @@ impl Registry {
         warn!(
             agent = entry.stream.hello().agent_id,
             stream = entry.stream.serial(),
-            "the agent is away, and a new agent needs its place: its link does not resume; see --max-agents"
+            "the agent is away, and a new agent needs its place: its link does not resume; see --max-agents and the memory limit"
         );
         entry.stream.abandon();
         let place = entry.place.lock().take();
