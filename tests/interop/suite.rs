@@ -61,9 +61,8 @@ const RACY: [&str; 2] = [
     "TestProxyHandle_TunnelContextCancelled_GRPC",
 ];
 
-/// Largest number of repetitions of a racy test. Alone, a race is lost about one time in three; beside busy processors it was
-/// lost five times in a row.
-const REPEATS: usize = 20;
+/// Largest number of repetitions of a racy test.
+const REPEATS: usize = 4;
 
 /// Runs the suite against a server and an agent, each a path or [`IN_PROCESS`]. Every test must pass.
 pub(crate) fn passes(server: &Path, agent: &Path) {

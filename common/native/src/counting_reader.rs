@@ -24,8 +24,8 @@ const AHEAD_BYTES: usize = 4 * FRAME_BYTES;
 /// Bytes of one read while a write waits.
 const READ_BYTES: usize = 16 * 1024;
 
-/// Number of bytes that `h2` may read before the streams opened by these bytes are accepted, or before their tasks run.
-/// `h2` decodes all input that arrives, and a header list occupies up to eighty times the bytes that it has on the wire.
+/// Number of bytes that `h2` may read before the streams opened by these bytes are accepted. `h2` decodes all input that
+/// arrives, and a header list occupies up to eighty times the bytes that it has on the wire.
 #[derive(Clone, Debug)]
 pub(crate) struct ReadQuota {
     bytes: usize,
