@@ -1,28 +1,25 @@
-//! The stream below HTTP/2: counts all bytes read from the peer, and reads while a write waits.
+//! The stream below HTTP/2: counts the bytes read from the peer, and accepts a frame that keeps `h2` from reading.
 //!
-//! `h2` reads nothing while a PING or its answer waits behind a frame that the stream does not accept. If both ends did so
-//! at once, each would wait for the other to read. So the client end reads ahead: the server end can then finish its
-//! frame, reads again, and the client end can finish its own.
+//! `h2` reads nothing while a PING, its answer or another control frame waits behind a frame that the stream does not
+//! accept. If both ends did so at once, each would wait for the other to read. So the client end copies the rest of its frame
+//! into a buffer: `h2` then queues the control frame and reads, and the server end can finish its own frame. The server end may
+//! have written any number of frames before its own frame waits, so reading a limited number of bytes ahead is not enough.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 
-use bytes::{BufMut as _, BytesMut};
+use bytes::{Buf as _, BytesMut};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, ReadBuf};
-use tokio_util::io::poll_read_buf;
 
 use super::FRAME_BYTES;
 use super::window::Inbound;
 
-/// Largest number of bytes read while a write waits: more than the peer writes before it reads, which is a frame with a
-/// buffer of 16 KiB in `h2`, a frame in the buffer of a resumable link, and a buffer of 256 KiB in TLS.
-const AHEAD_BYTES: usize = 4 * FRAME_BYTES;
-
-/// Bytes of one read while a write waits.
-const READ_BYTES: usize = 16 * 1024;
+/// Largest number of bytes to write behind `h2`: one frame for each control frame that may wait at once. A peer like `h2` has
+/// one unanswered PING and one SETTINGS frame, and so does our end.
+const BEHIND_BYTES: usize = 4 * (FRAME_BYTES + 16 * 1024);
 
 /// Number of bytes that `h2` may read before the streams opened by these bytes are accepted. `h2` decodes all input that
 /// arrives, and a header list occupies up to eighty times the bytes that it has on the wire.
@@ -98,9 +95,9 @@ impl ReadQuota {
 pub(crate) struct CountingReader<S> {
     inner: S,
     inbound: Arc<Inbound>,
-    /// Bytes read while a write waited.
-    ahead: BytesMut,
-    /// Largest number of these bytes; 0 reads nothing ahead.
+    /// Bytes accepted from `h2` and not yet written.
+    behind: BytesMut,
+    /// Largest number of these bytes; 0 accepts nothing that the stream does not accept.
     limit: usize,
     /// True if the last read waits, and no write has waited since. `h2` then reads what arrives.
     is_reading: bool,
@@ -113,7 +110,7 @@ impl<S> CountingReader<S> {
         Self {
             inner,
             inbound,
-            ahead: BytesMut::new(),
+            behind: BytesMut::new(),
             limit: 0,
             is_reading: false,
             quota: None,
@@ -125,10 +122,10 @@ impl<S> CountingReader<S> {
         Self { quota, ..self }
     }
 
-    /// Returns the stream with reading ahead: it also reads while a write waits.
-    pub(crate) fn reading_ahead(self) -> Self {
+    /// Returns the stream with writing behind: no frame that waits keeps `h2` from reading.
+    pub(crate) fn writing_behind(self) -> Self {
         Self {
-            limit: AHEAD_BYTES,
+            limit: BEHIND_BYTES,
             ..self
         }
     }
@@ -137,34 +134,31 @@ impl<S> CountingReader<S> {
         let heard = &self.inbound.heard;
         heard.fetch_add(bytes as u64, Ordering::Relaxed);
     }
+
+    /// Returns the number of bytes to accept although a write waits: none if `h2` reads meanwhile.
+    fn room(&mut self) -> usize {
+        if std::mem::take(&mut self.is_reading) {
+            return 0;
+        }
+        self.limit - self.behind.len()
+    }
 }
 
-impl<S: AsyncRead + Unpin> CountingReader<S> {
-    /// Reads ahead if a write has to wait and `h2` does not read.
-    fn while_pending<T>(&mut self, cx: &mut Context<'_>, written: Poll<T>) -> Poll<T> {
-        if written.is_ready() || std::mem::take(&mut self.is_reading) {
-            return written;
-        }
-        let before = self.ahead.len();
-        while self.ahead.len() < self.limit {
-            self.ahead.reserve(READ_BYTES);
-            match poll_read_buf(
-                Pin::new(&mut self.inner),
-                cx,
-                &mut (&mut self.ahead).limit(READ_BYTES),
-            ) {
-                Poll::Ready(Ok(1..)) => {}
-                // The next read reports an end again. After an error, the write that waits fails too.
-                _ => break,
+impl<S: AsyncWrite + Unpin> CountingReader<S> {
+    /// Writes the bytes of `behind`.
+    fn poll_behind(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        while !self.behind.is_empty() {
+            let inner = Pin::new(&mut self.inner);
+            let written = ready!(inner.poll_write(cx, &self.behind))?;
+            if written == 0 {
+                return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
+            }
+            self.behind.advance(written);
+            if self.behind.is_empty() {
+                self.behind = BytesMut::new();
             }
         }
-        let bytes = self.ahead.len() - before;
-        if bytes > 0 {
-            self.count(bytes);
-            // The inner stream wakes nobody for bytes that were already read from it.
-            cx.waker().wake_by_ref();
-        }
-        written
+        Poll::Ready(Ok(()))
     }
 }
 
@@ -180,37 +174,26 @@ impl<S: AsyncRead + Unpin> AsyncRead for CountingReader<S> {
             return Poll::Pending;
         }
         let before = target.filled().len();
-        let read = if self.ahead.is_empty() {
-            // Reads into the memory of `target`, without clearing the memory first.
-            let mut inner = (&mut self.inner).take(room as u64);
-            let read = Pin::new(&mut inner).poll_read(cx, target);
-            self.count(target.filled().len() - before);
-            self.is_reading = read.is_pending();
-            read
-        } else {
-            self.is_reading = false;
-            let bytes = self.ahead.len().min(target.remaining()).min(room);
-            target.put_slice(&self.ahead.split_to(bytes));
-            if self.ahead.is_empty() {
-                self.ahead = BytesMut::new();
-            }
-            Poll::Ready(Ok(()))
-        };
+        // Reads into the memory of `target`, without clearing the memory first.
+        let mut inner = (&mut self.inner).take(room as u64);
+        let read = Pin::new(&mut inner).poll_read(cx, target);
+        let bytes = target.filled().len() - before;
+        self.count(bytes);
+        self.is_reading = read.is_pending();
         if let Some(quota) = &self.quota {
-            quota.spend(target.filled().len() - before);
+            quota.spend(bytes);
         }
         read
     }
 }
 
-impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for CountingReader<S> {
+impl<S: AsyncWrite + Unpin> AsyncWrite for CountingReader<S> {
     fn poll_write(
-        mut self: Pin<&mut Self>,
+        self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        let written = Pin::new(&mut self.inner).poll_write(cx, bytes);
-        self.while_pending(cx, written)
+        self.poll_write_vectored(cx, &[IoSlice::new(bytes)])
     }
 
     fn poll_write_vectored(
@@ -218,8 +201,23 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for CountingReader<S> {
         cx: &mut Context<'_>,
         slices: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        let written = Pin::new(&mut self.inner).poll_write_vectored(cx, slices);
-        self.while_pending(cx, written)
+        if self.poll_behind(cx)?.is_ready() {
+            let written = Pin::new(&mut self.inner).poll_write_vectored(cx, slices);
+            if written.is_ready() {
+                return written;
+            }
+        }
+        let room = self.room();
+        let before = self.behind.len();
+        for slice in slices {
+            let left = room - (self.behind.len() - before);
+            let part = slice.get(..left).unwrap_or(slice);
+            self.behind.extend_from_slice(part);
+        }
+        match self.behind.len() - before {
+            0 => Poll::Pending,
+            accepted => Poll::Ready(Ok(accepted)),
+        }
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -227,11 +225,21 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for CountingReader<S> {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let flushed = Pin::new(&mut self.inner).poll_flush(cx);
-        self.while_pending(cx, flushed)
+        if self.poll_behind(cx)?.is_ready() {
+            let flushed = Pin::new(&mut self.inner).poll_flush(cx);
+            if flushed.is_ready() {
+                return flushed;
+            }
+        }
+        // `h2` flushes again once it has read.
+        match self.room() {
+            0 => Poll::Pending,
+            _ => Poll::Ready(Ok(())),
+        }
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        ready!(self.poll_behind(cx))?;
         Pin::new(&mut self.inner).poll_shutdown(cx)
     }
 }

@@ -144,7 +144,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Opener<S> {
             .data_frame_budget(SMALL_FRAMES)
             .initial_max_send_streams(usize::MAX >> 1)
             .enable_push(false)
-            .handshake(reader.reading_ahead())
+            .handshake(reader.writing_behind())
             .await?;
         let ping = connection.ping_pong().ok_or_else(unpingable)?;
         let tuner = Tuner::new(ping, inbound, OPENER_HELD_BYTES, pings);
@@ -306,6 +306,7 @@ mod tests {
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex, sink};
     use tokio::time::{Instant, sleep, timeout};
 
+    use super::super::window::{LONG_PATH_BYTES, WindowProfile};
     use super::*;
 
     const LIMIT: Duration = Duration::from_secs(5);
@@ -453,6 +454,47 @@ mod tests {
         far.write_all(&self_dependent_streams(1000)).await.unwrap();
         let ended = timeout(LIMIT / 2, opener.run()).await;
         assert!(ended.is_err(), "{ended:?}");
+    }
+
+    /// A busy peer may write any number of frames before its own frame waits for our end to read.
+    #[tokio::test(start_paused = true)]
+    async fn opener_reads_while_an_answer_to_a_ping_waits_behind_its_frame() {
+        const FRAME: usize = 16 * 1024;
+        const FRAMES: usize = 512;
+        let (near, mut far) = duplex(2 * FRAME);
+        far.write_all(&SETTINGS).await.unwrap();
+        let inbound = Arc::new(Inbound::new(WindowProfile::Fixed(LONG_PATH_BYTES)));
+        let opened = Opener::new(near, inbound, SHORT).await;
+        let (mut requests, mut opener) = opened.unwrap();
+        let (response, mut send) = requests.send_request(Request::new(()), false).unwrap();
+        let run = tokio::spawn(async move { opener.run().await });
+        sleep(Duration::from_millis(1)).await;
+        // The peer acknowledges the settings, answers `:status: 200` (RFC 7541, appendix A), and reads nothing.
+        let acknowledged = [0, 0, 0, 4, 1, 0, 0, 0, 0];
+        far.write_all(&acknowledged).await.unwrap();
+        let answer = [0, 0, 1, 1, 4, 0, 0, 0, 1, 0x88];
+        far.write_all(&answer).await.unwrap();
+        let mut body = response.await.unwrap().into_body();
+        let waits = Chunk::detached(vec![0; 3 * FRAME].into());
+        send.send_data(waits, false).unwrap();
+        sleep(Duration::from_millis(1)).await;
+        let write = async {
+            let ping = [0, 0, 8, 6, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+            far.write_all(&ping).await.unwrap();
+            let data = [&[0, 64, 0, 0, 0, 0, 0, 0, 1][..], &[0; FRAME]].concat();
+            for _ in 0..FRAMES {
+                far.write_all(&data).await.unwrap();
+            }
+        };
+        let read = async {
+            let mut left = FRAMES * FRAME;
+            while left > 0 {
+                left -= body.data().await.unwrap().unwrap().len();
+            }
+        };
+        let both = async { tokio::join!(read, write) };
+        timeout(LIMIT, both).await.unwrap();
+        run.abort();
     }
 
     #[tokio::test]

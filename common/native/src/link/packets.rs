@@ -150,7 +150,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Opener<S, B> {
             .data_frame_budget(SMALL_FRAMES)
             .initial_max_send_streams(CALLS)
             .enable_push(false)
-            .handshake(CountingReader::new(stream, inbound.clone()).reading_ahead())
+            .handshake(CountingReader::new(stream, inbound.clone()).writing_behind())
             .await?;
         let ping = connection.ping_pong().ok_or_else(unpingable)?;
         let tuner = Tuner::new(ping, inbound, HELD_BYTES, pings);
