@@ -99,7 +99,7 @@ pub(crate) struct CountingReader<S> {
     behind: BytesMut,
     /// Largest number of these bytes; 0 accepts nothing that the stream does not accept.
     limit: usize,
-    /// True if the last read waits, and no write has waited since. `h2` then reads what arrives.
+    /// True if the last read waits, for bytes or for the quota, and no write has waited since. `h2` then reads on.
     is_reading: bool,
     quota: Option<ReadQuota>,
 }
@@ -170,7 +170,8 @@ impl<S: AsyncRead + Unpin> AsyncRead for CountingReader<S> {
     ) -> Poll<io::Result<()>> {
         let room = self.quota.as_ref().map_or(usize::MAX, ReadQuota::left);
         if room == 0 {
-            self.is_reading = false;
+            // The owner of the quota polls `h2` again.
+            self.is_reading = true;
             return Poll::Pending;
         }
         let before = target.filled().len();

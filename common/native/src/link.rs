@@ -48,11 +48,16 @@ const OPENER_RESET_TIME: Duration = Duration::from_secs(30);
 /// the opener has forgotten.
 const OPENER_ERROR_RESETS: usize = 4096;
 
+/// Number of bytes that an [`Opener`] reads before the tasks of its streams run. Each stream that waits for its response
+/// keeps the informational responses (1xx) in these bytes, up to 5 MiB, until its task discards them.
+const OPENER_READ_QUOTA: usize = 64 * 1024;
+
 /// Client end of an HTTP/2 connection, which opens streams; used by the server for a native agent connection, and by
 /// the agent for a packet stream.
 pub struct Opener<S, B: Buf = Chunk> {
     connection: client::Connection<CountingReader<S>, B>,
     tuner: Tuner,
+    quota: Option<ReadQuota>,
 }
 
 /// Server end of an HTTP/2 connection, which accepts streams; used by the agent for a native agent connection, and by
@@ -131,7 +136,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Opener<S> {
         inbound: Arc<Inbound>,
         pings: Pings,
     ) -> Result<(Requests, Self), h2::Error> {
-        let reader = CountingReader::new(stream, inbound.clone());
+        let quota = Some(ReadQuota::new(OPENER_READ_QUOTA));
+        let reader = CountingReader::new(stream, inbound.clone()).within(quota.clone());
         let (requests, mut connection) = client::Builder::new()
             .initial_window_size(inbound.window())
             .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
@@ -148,7 +154,11 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Opener<S> {
             .await?;
         let ping = connection.ping_pong().ok_or_else(unpingable)?;
         let tuner = Tuner::new(ping, inbound, OPENER_HELD_BYTES, pings);
-        let opener = Self { connection, tuner };
+        let opener = Self {
+            connection,
+            tuner,
+            quota,
+        };
         Ok((requests, opener))
     }
 }
@@ -178,10 +188,19 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Opener<S, B> {
     }
 
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), String>> {
-        let Self { connection, tuner } = self;
+        let Self {
+            connection,
+            tuner,
+            quota,
+        } = self;
         loop {
             if let Poll::Ready(ended) = Pin::new(&mut *connection).poll(cx) {
                 return Poll::Ready(ended.map_err(|error| error.to_string()));
+            }
+            if let Some(quota) = quota.as_ref().filter(|quota| quota.is_used_up()) {
+                quota.renew(tuner.is_admitted());
+                // The tasks of the streams were woken before, and run first.
+                cx.waker().wake_by_ref();
             }
             let announce = |window| match window {
                 Window::Connection(bytes) => {
@@ -495,6 +514,45 @@ mod tests {
         let both = async { tokio::join!(read, write) };
         timeout(LIMIT, both).await.unwrap();
         run.abort();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn opener_reads_a_limited_burst_before_other_tasks_run() {
+        // An informational response (103) of the first stream, with 200 fields that have no value. The first response
+        // defines the field.
+        let response = |definition: &[u8]| {
+            let status = [8, 3, b'1', b'0', b'3'];
+            let fields = [&status[..], definition, &[0x80 | 62; 200]].concat();
+            let head = [0, 0, fields.len() as u8, 1, 4, 0, 0, 0, 1];
+            [&head[..], &fields].concat()
+        };
+        let mut burst = response(&[0x40, 1, b'x', 0]);
+        burst.extend(response(&[]).repeat(4000));
+        let (near, mut far) = duplex(1 << 20);
+        let inbound = Arc::<Inbound>::default();
+        let opened = Opener::new(near, inbound.clone(), SHORT).await;
+        let (mut requests, mut opener) = opened.unwrap();
+        let (answer, _) = requests.send_request(Request::new(()), true).unwrap();
+        let waiting = tokio::spawn(async move { answer.await.is_ok() });
+        far.write_all(&SETTINGS).await.unwrap();
+        // Sends the request.
+        let sent = timeout(Duration::from_millis(1), opener.run()).await;
+        assert!(sent.is_err(), "{sent:?}");
+        let before = inbound.heard();
+        let answer = [0_u8, 0, 1, 1, 4, 0, 0, 0, 1, 0x88];
+        let all = [&burst[..], &answer].concat();
+        far.write_all(&all).await.unwrap();
+        tokio::select! {
+            biased;
+            ended = opener.run() => panic!("{ended:?}"),
+            () = std::future::ready(()) => {}
+        }
+        assert!(inbound.heard() - before <= OPENER_READ_QUOTA as u64);
+        tokio::select! {
+            ended = opener.run() => panic!("{ended:?}"),
+            answered = waiting => assert!(answered.unwrap()),
+        }
+        assert_eq!(inbound.heard() - before, all.len() as u64);
     }
 
     #[tokio::test]

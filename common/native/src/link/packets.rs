@@ -154,7 +154,11 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Opener<S, B> {
             .await?;
         let ping = connection.ping_pong().ok_or_else(unpingable)?;
         let tuner = Tuner::new(ping, inbound, HELD_BYTES, pings);
-        let opener = Self { connection, tuner };
+        let opener = Self {
+            connection,
+            tuner,
+            quota: None,
+        };
         Ok((requests, opener))
     }
 }
