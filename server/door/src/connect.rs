@@ -63,9 +63,9 @@ const PREFACE_BYTES: usize = 24;
 /// Largest HTTP/1 head of a client that needs no slot, in bytes. Heads of CONNECT requests have a few hundred bytes.
 const WHOLE_HEAD_BYTES: usize = 4096;
 
-/// Memory for an HTTP/2 connection without CONNECT streams, in bytes: the used pages of the buffers, and the state of HTTP/2,
-/// the task and the socket. A client may occupy up to 64 KiB more by a frame that is not complete.
-const SESSION_BYTES: u64 = 32 * 1024;
+/// Memory for an HTTP/2 connection, in bytes: 32 KiB for the used pages of the buffers, the state of HTTP/2, the task and the
+/// socket, and the largest frame, which waits in memory until it is complete.
+const SESSION_BYTES: u64 = 32 * 1024 + http2::FRAME_BYTES as u64;
 
 /// HTTP/2 connections that an address may have for each free place. All nodes of a cluster may have one address.
 const SESSION_FACTOR: u64 = 8;

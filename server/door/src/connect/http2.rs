@@ -53,7 +53,7 @@ const RESET_TIME: Duration = Duration::from_secs(30);
 
 /// Largest frame payload that a client may send, in bytes. A frame that is not complete occupies memory. With Envoy's limit of
 /// 16 KiB, uploads of a node tunnel cost 1.7 times as much processor time as without a limit, with this one 1.2 times.
-const FRAME_BYTES: u32 = 64 * 1024;
+pub(super) const FRAME_BYTES: u32 = 64 * 1024;
 
 /// Budget for unread small DATA frames of a connection, in bytes as `h2` counts them: 8,200 frames of one byte, which
 /// occupy about 4 MiB. A stream reads its frames at once, except while an endpoint has not accepted yet. The budget
@@ -194,7 +194,7 @@ impl ConnectListener {
 
     /// Refuses an HTTP/2 connection beyond the memory limit.
     fn refuse_session(&self, peer: Origin) {
-        warn!(%peer, "HTTP/2 connection refused: the connections that fit the memory limit are used up, or the address has most of them; raise the memory limit, which allows one connection for each 32 KiB");
+        warn!(%peer, "HTTP/2 connection refused: the connections that fit the memory limit are used up, or the address has most of them; raise the memory limit, which allows one connection for each 96 KiB");
         let metrics = &self.front.metrics;
         metrics.refused(Entrance::Tunneling, Refusal::TooManyConnections);
     }
