@@ -57,6 +57,7 @@ impl Tenant {
             let worker = self.worker.as_mut().expect("a node");
             worker.connect_to(&url, &self.authorities.cluster);
         }
+        self.has_no_saved_objects();
         self.works().await;
     }
 

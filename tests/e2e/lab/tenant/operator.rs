@@ -34,6 +34,16 @@ impl Tenant {
             self.take(step).await;
             check(self, step).await;
         }
+        self.has_no_saved_objects();
+    }
+
+    /// Checks that no saved object is left: a later run of a plan would put an old one back.
+    pub(super) fn has_no_saved_objects(&self) {
+        for entry in std::fs::read_dir(&self.folder).expect("the folder") {
+            let name = entry.expect("an entry").file_name();
+            let name = name.to_string_lossy();
+            assert!(!name.contains("-before-"), "{name} is left");
+        }
     }
 
     /// Returns the plan of a change, and writes the cluster file of its end.

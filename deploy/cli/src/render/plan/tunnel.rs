@@ -92,12 +92,20 @@ fn saved(namespace: &str, deployment: &str, when: &str) -> String {
 }
 
 /// Returns the commands that restore a Deployment from its file and wait for its pods. Unlike the Deployment's history, the
-/// file does not depend on the number of changes.
+/// file does not depend on the number of changes. A later run of the plan saves the Deployment again.
 fn put_back(namespace: &str, deployment: &str, when: &str) -> String {
     let file = saved(namespace, deployment, when);
     format!(
-        "{SEED} replace -f {file}; {SEED} -n {namespace} rollout status deployment {deployment}"
+        "{SEED} replace -f {file} && {SEED} -n {namespace} rollout status deployment {deployment} && rm {file}"
     )
+}
+
+/// Returns the command that removes the files of a plan after its last way back.
+fn forget(namespace: &str, deployments: &[(&str, &str)]) -> String {
+    let files = deployments
+        .iter()
+        .map(|(deployment, when)| saved(namespace, deployment, when));
+    format!("rm -f {}", files.collect::<Vec<_>>().join(" "))
 }
 
 /// Marks the way back of a step that may be skipped.
@@ -175,7 +183,8 @@ pub(super) fn to_konnectivity(target: &Target<'_>, file: &str) -> Vec<Step> {
         )
     };
     let remove_agents = format!("{USER} -n kube-system delete deployment,pdb konnectivity-agent");
-    let (before, front_end, sidecars) = ("before", "before-front-end", "before-sidecars");
+    let (before, front_end, sidecars) =
+        ("before-konnectivity", "before-front-end", "before-sidecars");
     vec![
         Step::new(
             "Pause the cluster, if KKP manages it: KKP's controllers would undo the next steps.",
@@ -304,6 +313,15 @@ pub(super) fn to_konnectivity(target: &Target<'_>, file: &str) -> Vec<Step> {
                 )],
                 remove_server(namespace),
                 node_tunnel(target, file, new),
+                vec![forget(
+                    namespace,
+                    &[
+                        ("openvpn-server", before),
+                        ("apiserver", before),
+                        ("apiserver", front_end),
+                        ("apiserver", sidecars),
+                    ],
+                )],
             ]
             .concat(),
             if target.cluster.is_tunneling() {
@@ -331,7 +349,7 @@ pub(super) fn to_konnectivity(target: &Target<'_>, file: &str) -> Vec<Step> {
 pub(super) fn to_openvpn(target: &Target<'_>, file: &str) -> Vec<Step> {
     let namespace = &target.namespace;
     let new = "--tunnel=openvpn";
-    let before = "before";
+    let before = "before-openvpn";
     vec![
         Step::new(
             "Pause the cluster as long as it uses OpenVPN, if KKP manages it: KKP supports no cluster without Konnectivity.",
@@ -417,6 +435,7 @@ pub(super) fn to_openvpn(target: &Target<'_>, file: &str) -> Vec<Step> {
                 format!(
                     "{SEED} -n {namespace} delete networkpolicy apiserver-internal-allow --ignore-not-found"
                 ),
+                forget(namespace, &[("apiserver", before)]),
             ],
             "kube-apiserver, one pod after the other",
             "run the plan from openvpn to konnectivity",
