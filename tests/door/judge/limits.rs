@@ -225,7 +225,7 @@ async fn defaults_that_kkp_does_not_set_are_as_documented() {
         "HTTP/2",
         seen,
         "1024 streams, 16777216 bytes ahead",
-        "1024 streams, 524288 bytes ahead",
+        "1024 streams, 1048576 bytes ahead",
     );
     let admin = pair.running.admin;
     let text = async |path| {

@@ -33,7 +33,7 @@ const UNREAD_BYTES: usize = 16 * 1024 * 1024;
 const MAX_STREAMS: u32 = 1024;
 
 /// Receive window of a stream on a short path, in bytes.
-const WINDOW_BYTES: u32 = 512 * 1024;
+const WINDOW_BYTES: u32 = 1024 * 1024;
 
 /// Maximum number of bytes per CONNECT stream in HTTP/2's send queue. The limit is small because a client may
 /// leave many streams unread.
