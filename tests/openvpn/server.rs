@@ -392,7 +392,10 @@ fn two_clients_of_one_name_coexist_only_with_duplicate_cn() {
         let server = Server::start(&cluster, "http-connect", &[listen]).await;
         let mut old = client_with(openvpn, &cluster, "tun5", pair, with);
         old.is_up().await;
-        let mut new = client_with(openvpn, &cluster, "tun6", pair, with);
+        // Both clients add the same route. With the same metric, the second addition fails while the first route exists, and
+        // the old client removes that one.
+        let with = format!("{with} --route-metric 1");
+        let mut new = client_with(openvpn, &cluster, "tun6", pair, &with);
         new.is_up().await;
         server
             .says("replaced by a newer client of the same name")
