@@ -475,7 +475,7 @@ impl Source for NativeSource {
             }
         }
         if self.end == Some(Ok(())) {
-            std::future::pending::<()>().await;
+            self.aborted().await;
         }
     }
 }

@@ -25,6 +25,10 @@ pub use self::packets::{AGENT_SEND_BYTES, CLIENT_WINDOW_BYTES, SERVER_SEND_BYTES
 /// remembered stream; for a forgotten stream, every such frame costs another reset.
 const RESET_STREAMS: usize = 4096;
 
+/// Number of streams that one of our programs may reset before they are accepted: all dials that a server permits at once,
+/// many times. Each occupies 1.4 KiB until all of them are read.
+const MANY_RESETS: usize = 256 * 1024;
+
 /// Time for which a reset stream is remembered, the default of `h2`.
 const RESET_TIME: Duration = Duration::from_secs(1);
 
@@ -97,6 +101,9 @@ pub struct TakerLimits {
     /// Number of bytes to read before the streams opened by these bytes are accepted. `None` for no limit: all requests
     /// that have arrived are in memory at once.
     pub read_quota: Option<usize>,
+    /// Number of streams that the peer may reset before they are accepted; one more ends the connection. A peer that was
+    /// not read for some time may have opened and reset many streams: all bytes that have arrived are read at once.
+    pub unaccepted_resets: usize,
     /// Times of the pings.
     pub pings: Pings,
 }
@@ -115,6 +122,7 @@ impl TakerLimits {
             small_frames: SMALL_FRAMES,
             header_bytes: HEADER_BYTES,
             read_quota: None,
+            unaccepted_resets: MANY_RESETS,
             pings: Pings::default(),
         }
     }
@@ -239,7 +247,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Taker<S> {
             .max_header_list_size(limits.header_bytes)
             .max_concurrent_reset_streams(limits.reset_streams)
             .reset_stream_duration(limits.reset_time)
-            .max_pending_accept_reset_streams(RESET_STREAMS)
+            .max_pending_accept_reset_streams(limits.unaccepted_resets)
             .max_local_error_reset_streams(limits.error_resets)
             .data_frame_budget(limits.small_frames)
             .handshake::<_, Chunk>(reader)
@@ -316,6 +324,13 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Taker<S, B> {
 /// constructor requests it only once.
 fn unpingable() -> h2::Error {
     h2::Reason::INTERNAL_ERROR.into()
+}
+
+/// Returns true if a request failed because HTTP/2 has no stream number left. All requests of the connection fail then;
+/// its open streams continue.
+pub fn is_exhausted(error: &h2::Error) -> bool {
+    // `h2` reports errors of its caller in this way. A caller that waits until the connection is ready causes no other.
+    error.reason().is_none() && !error.is_io()
 }
 
 #[cfg(test)]
@@ -553,6 +568,52 @@ mod tests {
             answered = waiting => assert!(answered.unwrap()),
         }
         assert_eq!(inbound.heard() - before, all.len() as u64);
+    }
+
+    /// A server may cancel all pending dials of an agent that it has not heard for some time.
+    #[tokio::test]
+    async fn thousands_of_cancelled_requests_in_one_burst_do_not_end_a_taker() {
+        const CANCELLED: usize = 3 * RESET_STREAMS;
+        let (near, far) = duplex(1 << 22);
+        let (opener, taker) = tokio::join!(
+            Opener::new(near, Arc::default(), SHORT),
+            Taker::<_>::new(far, Arc::default(), TakerLimits::trusting()),
+        );
+        let ((mut requests, mut opener), mut taker) = (opener.unwrap(), taker.unwrap());
+        let run = tokio::spawn(async move { opener.run().await });
+        for _ in 0..CANCELLED {
+            requests = requests.ready().await.unwrap();
+            drop(requests.send_request(Request::new(()), false).unwrap());
+        }
+        let (_response, _send) = requests.send_request(Request::new(()), false).unwrap();
+        // Everything is in the pipe before the taker reads.
+        sleep(Duration::from_millis(100)).await;
+        for _ in 0..=CANCELLED {
+            assert!(
+                timeout(LIMIT, taker.next())
+                    .await
+                    .unwrap()
+                    .unwrap()
+                    .is_some()
+            );
+        }
+        run.abort();
+    }
+
+    #[tokio::test]
+    async fn broken_link_is_not_exhausted() {
+        let (near, far) = duplex(1 << 16);
+        let (requests, mut opener) = Opener::new(near, Arc::default(), SHORT).await.unwrap();
+        // The end of stream numbers is an error of the caller for `h2`, as a request without an address is.
+        let mut request = Request::new(());
+        *request.version_mut() = http::Version::HTTP_2;
+        let failed = requests.clone().send_request(request, true).map(|_| ());
+        assert!(is_exhausted(&failed.unwrap_err()));
+        drop(far);
+        let _ = opener.run().await;
+        drop(opener);
+        let failed = requests.ready().await.map(|_| ());
+        assert!(!is_exhausted(&failed.unwrap_err()));
     }
 
     #[tokio::test]

@@ -17,7 +17,7 @@ use culvert_konnectivity::metrics::Segment;
 use culvert_native::control::{self, Control};
 use culvert_native::halves::{Chunk, NativeSink, NativeSource, halves};
 use culvert_native::hello::HelloError;
-use culvert_native::link::{Opener, Requests};
+use culvert_native::link::{Opener, Requests, is_exhausted};
 use culvert_native::quic::link::Link;
 use culvert_native::resume::{Binding, MaybeResumable};
 use culvert_native::window::{Inbound, Pings};
@@ -357,7 +357,12 @@ impl NativeAgent {
         deadline: Instant,
         counted: &OnceLock<()>,
     ) -> Result<(FromAgent<NativeSource>, ToAgent<NativeSink>), StreamDialError> {
-        let lost = |_| StreamDialError::AgentLost;
+        let lost = |error| {
+            if is_exhausted(&error) {
+                self.abandon();
+            }
+            StreamDialError::AgentLost
+        };
         let request = message::request(dial);
         let _pending = GaugeGuard::new(&self.metrics.pending_backend_dials);
         let requests = timeout_at(deadline, self.requests.clone().ready());

@@ -597,6 +597,13 @@ impl Source for Quiet {
 
 #[tokio::test(start_paused = true)]
 async fn an_aborted_connection_does_not_wait_for_an_endpoint_that_reads_nothing() {
+    for ends_first in [false, true] {
+        gives_up_a_stuck_endpoint(ends_first).await;
+    }
+}
+
+/// Aborts a connection whose endpoint reads nothing, `ends_first` after the orderly end of the client's direction.
+async fn gives_up_a_stuck_endpoint(ends_first: bool) {
     let mut link = Link::new().await;
     let tasks = TaskTracker::new();
     let ((_near, mut to_far), (mut far, mut to_near)) = link.open().await;
@@ -614,6 +621,9 @@ async fn an_aborted_connection_does_not_wait_for_an_endpoint_that_reads_nothing(
         );
         tokio::pin!(run);
         to_far.send(pattern(10_000)).await.unwrap();
+        if ends_first {
+            to_far.finish().await.unwrap();
+        }
         // While the client is there, the pump waits without limit.
         assert!(timeout(CLOSE_STALL * 100, &mut run).await.is_err());
         let aborted = Instant::now();

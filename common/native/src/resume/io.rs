@@ -244,6 +244,10 @@ impl<T: AsyncRead + AsyncWrite + Unpin> ResumableIo<T> {
                     let mut new = self.ahead.split_off(start);
                     let kept = self.received(cx, &mut new)?;
                     new.truncate(kept);
+                    if kept > 0 {
+                        // The transport wakes nobody for bytes that were already read from it.
+                        cx.waker().wake_by_ref();
+                    }
                     self.ahead.unsplit(new);
                 }
             }

@@ -47,6 +47,9 @@ const ERROR_RESETS: usize = 1024;
 /// Number of reset streams to remember: all streams of a connection, if their endpoint ends.
 const RESET_STREAMS: usize = MAX_STREAMS as usize;
 
+/// Number of streams that a client may reset before they are accepted. [`READ_QUOTA`] has room for fewer requests.
+const UNACCEPTED_RESETS: usize = 4096;
+
 /// Time for which a reset stream is remembered. Frames that a client sent before it learned of the reset arrive within
 /// this time: a client is lost if nothing arrives for 20 s after a ping.
 const RESET_TIME: Duration = Duration::from_secs(30);
@@ -122,6 +125,7 @@ impl ConnectListener {
             small_frames: SMALL_FRAMES,
             header_bytes: HEADER_BYTES,
             read_quota: Some(READ_QUOTA),
+            unaccepted_resets: UNACCEPTED_RESETS,
             pings: Pings::default(),
         };
         let taker = Taker::new(stream, inbound.clone(), limits);

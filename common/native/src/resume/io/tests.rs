@@ -1,5 +1,8 @@
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Wake, Waker};
+
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, BufStream, DuplexStream, duplex};
@@ -13,6 +16,15 @@ use crate::resume::silence::SILENCE;
 const GRACE: Duration = Duration::from_secs(30);
 
 type End = ResumableIo<DuplexStream>;
+
+#[derive(Default)]
+struct Woken(AtomicBool);
+
+impl Wake for Woken {
+    fn wake(self: Arc<Self>) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
 
 fn pair(buffer: usize) -> (End, End) {
     let (near, far) = duplex(buffer);
@@ -348,6 +360,33 @@ async fn peer_that_never_acknowledges_bounds_the_memory() {
     assert_eq!(near.core.kept(), REPLAY_BYTES as u64);
     drop(near);
     assert!(reading.await.unwrap() >= REPLAY_BYTES);
+}
+
+/// HTTP/2 has read until nothing was left, and then writes: it must read again.
+#[tokio::test]
+async fn bytes_that_were_read_during_a_write_wake_the_reader() {
+    let (mut near, mut far) = pair(1 << 16);
+    let filling = async { near.write_all(&vec![1; REPLAY_BYTES + 1]).await };
+    let mut sink = vec![0; 1 << 16];
+    let reading = async {
+        // The peer's frames are taken from its transport, so that it acknowledges nothing.
+        let transport = far.transport.as_mut().unwrap();
+        while transport.read(&mut sink).await.unwrap() > 0 {}
+    };
+    tokio::select! {
+        filled = filling => panic!("{filled:?}"),
+        () = reading => {}
+        () = tokio::time::sleep(Duration::from_millis(200)) => {}
+    }
+    far.write_all(b"word").await.unwrap();
+    far.flush().await.unwrap();
+    let woken = Arc::new(Woken::default());
+    let waker = Waker::from(woken.clone());
+    let mut cx = Context::from_waker(&waker);
+    let written = Pin::new(&mut near).poll_write(&mut cx, &[1]);
+    assert!(written.is_pending());
+    assert_eq!(near.ahead, "word");
+    assert!(woken.0.load(Ordering::Relaxed));
 }
 
 /// Both ends only write until they have written everything: acknowledgements are read although nothing else is. The
