@@ -10,6 +10,7 @@
 //! | `finding` | errors and warnings with path, value and reason |
 //! | `target` | the names, addresses and images of one cluster |
 //! | `apiserver` | the running Deployment of kube-apiserver |
+//! | `tokens` | issuers and audiences of service account tokens |
 //! | `arguments`, `objects` | command lines, and the objects around them |
 //! | `output` | YAML on the standard output, or in files |
 //! | `plan` | the steps from one tunnel or expose strategy to another |
@@ -30,6 +31,7 @@ mod spec;
 mod target;
 #[cfg(test)]
 mod tests;
+mod tokens;
 
 use std::io::{Read as _, Write as _};
 use std::path::Path;
@@ -97,15 +99,18 @@ fn render(options: &Options) -> anyhow::Result<Outcome> {
     let old = options.old.as_deref();
     let old = old.map(|path| parse(path, &text(path)?)).transpose()?;
     let old = old.map(Cluster::stored);
+    let running = options.apiserver.as_deref().map(running).transpose()?;
     let mut findings = Findings::default();
     let cluster = Cluster::new(input, old.is_none(), &mut findings);
     rules::check(&cluster, old.as_ref(), &mut findings);
     let target = Target::new(&cluster, &mut findings);
+    if let Some(running) = running.as_ref().filter(|_| findings.problems.is_empty()) {
+        tokens::check(&target, running, &mut findings);
+    }
     report(&findings);
     if !findings.problems.is_empty() {
         return Ok(Outcome::Invalid);
     }
-    let running = options.apiserver.as_deref().map(running).transpose()?;
     let mut objects = objects::all(&target, running.as_ref());
     objects.retain(|object| options.part.is_empty() || options.part.contains(&object.part));
     match &options.output_dir {

@@ -52,22 +52,33 @@ impl Apiserver {
         fields
     }
 
-    /// Returns the arguments, with `flags` in place of all flags of the same names. A value may be part of its argument, or the
-    /// next argument.
+    /// Returns the values of a flag, which starts with `--`. Empty values are left out.
+    pub(super) fn values(&self, name: &str) -> Vec<&str> {
+        let values = self.flags().filter_map(|args| match args {
+            [flag, value] if flag == name => Some(value.as_str()),
+            [flag] => flag.strip_prefix(name)?.strip_prefix('='),
+            _ => None,
+        });
+        values.filter(|value| !value.is_empty()).collect()
+    }
+
+    /// Returns the arguments of each flag. A value may be part of its argument, or the next argument.
+    fn flags(&self) -> impl Iterator<Item = &[String]> {
+        self.args.chunk_by(|flag, next| {
+            flag.starts_with("--") && !flag.contains('=') && !next.starts_with("--")
+        })
+    }
+
+    /// Returns the arguments, with `flags` in place of all flags of the same names.
     fn merged(&self, flags: &[String]) -> Vec<String> {
         let name = |flag: &str| flag.split('=').next().unwrap_or_default().to_owned();
         let replaced: Vec<String> = flags.iter().map(|flag| name(flag)).collect();
-        let mut merged = Vec::new();
-        let mut args = self.args.iter().peekable();
-        while let Some(arg) = args.next() {
-            if !replaced.contains(&name(arg)) {
-                merged.push(arg.clone());
-            } else if !arg.contains('=') {
-                args.next_if(|next| !next.starts_with("--"));
-            }
-        }
-        merged.extend_from_slice(flags);
-        merged
+        let is_kept = |args: &&[String]| {
+            let flag = args.first();
+            flag.is_some_and(|flag| !replaced.contains(&name(flag)))
+        };
+        let kept = self.flags().filter(is_kept).flatten();
+        kept.chain(flags).cloned().collect()
     }
 }
 
@@ -92,6 +103,8 @@ spec:
         - '31000'
         - --service-account-issuer=https://old:31000
         - --service-account-issuer=https://older:31000
+        - --service-cluster-ip-range=10.0.0.0/16
+        - --service-cluster-ip-range=fd00::/108
         - --enable-aggregator-routing
         - --profiling=false
         livenessProbe: {httpGet: {path: /livez, port: 31000, scheme: HTTPS}}
@@ -107,7 +120,7 @@ spec:
         let apiserver = Apiserver::parse(DEPLOYMENT).unwrap();
         let new = flags(&[
             "--secure-port=6443",
-            "--service-account-issuer=https://new:6443",
+            "--service-cluster-ip-range=10.1.0.0/16",
             "--egress-selector-config-file=/egress.yaml",
         ]);
         let fields = apiserver.fields(&new, 6443);
@@ -115,10 +128,12 @@ spec:
             "args": [
                 "--etcd-servers",
                 "https://etcd-0:2379,https://etcd-1:2379",
+                "--service-account-issuer=https://old:31000",
+                "--service-account-issuer=https://older:31000",
                 "--enable-aggregator-routing",
                 "--profiling=false",
                 "--secure-port=6443",
-                "--service-account-issuer=https://new:6443",
+                "--service-cluster-ip-range=10.1.0.0/16",
                 "--egress-selector-config-file=/egress.yaml",
             ],
             "livenessProbe": {"httpGet": {"port": 6443}},
@@ -139,6 +154,17 @@ spec:
             !merged.contains(&"--allow-privileged".to_owned()),
             "{merged:?}"
         );
+    }
+
+    #[test]
+    fn values_of_a_flag_are_found_in_both_notations() {
+        let apiserver = Apiserver::parse(DEPLOYMENT).unwrap();
+        assert_eq!(apiserver.values("--secure-port"), ["31000"]);
+        let issuers = ["https://old:31000", "https://older:31000"];
+        assert_eq!(apiserver.values("--service-account-issuer"), issuers);
+        for name in ["--enable-aggregator-routing", "--service", "31000"] {
+            assert_eq!(apiserver.values(name), [""; 0]);
+        }
     }
 
     #[test]

@@ -1,14 +1,14 @@
 //! The command lines of the rendered programs, with KKP's arguments in KKP's order.
 
+use super::apiserver::Apiserver;
 use super::cluster::Tunnel;
 use super::target::{OPENVPN_PORT, Program, Target};
+use super::tokens::{AUDIENCE, Tokens};
 
 /// Folder of the socket between API server and server.
 pub(super) const SOCKET_FOLDER: &str = "/etc/kubernetes/konnectivity-server";
 /// Service account of the agents.
 pub(super) const AGENT_ACCOUNT: &str = "system-konnectivity-agent";
-/// Audience of the agents' tokens.
-pub(super) const AUDIENCE: &str = "system:konnectivity-server";
 /// Port of the CONNECT listener of the seed's front door.
 pub(super) const CONNECT_PORT: u16 = 8088;
 /// Port of the front end of a server outside of the API server's pod.
@@ -194,28 +194,28 @@ pub(super) fn node_tunnel(target: &Target<'_>) -> Vec<String> {
     args
 }
 
-/// Returns the flags of kube-apiserver that the tunnel decides about.
-pub(super) fn kube_apiserver(target: &Target<'_>) -> Vec<String> {
+/// Returns the flags of kube-apiserver that the tunnel decides about, for the `running` kube-apiserver if it is known.
+pub(super) fn kube_apiserver(target: &Target<'_>, running: Option<&Apiserver>) -> Vec<String> {
     // KKP's OpenVPN mode has ExternalIP first. Our server translates both, but agents dial the requested address after a
     // switch, and a cluster may not reach the ExternalIPs of its own nodes.
     let types = match target.cluster.provider.as_str() {
         "gcp" => "InternalIP",
         _ => "InternalIP,ExternalIP",
     };
-    let url = format!("https://{}:{}", target.external_name, target.apiserver_port);
     let mut flags = vec![
         "--egress-selector-config-file=/etc/kubernetes/konnectivity/egress-selector-configuration.yaml"
             .to_owned(),
         format!("--kubelet-preferred-address-types={types}"),
-        format!("--service-account-issuer={url}"),
-        format!("--api-audiences={url},{AUDIENCE}"),
+    ];
+    flags.extend(Tokens::new(target, running).flags());
+    flags.extend([
         format!("--secure-port={}", target.apiserver_port),
         "--endpoint-reconciler-type=none".to_owned(),
         format!(
             "--service-cluster-ip-range={}",
             target.cluster.network.services.cidr_blocks.join(",")
         ),
-    ];
+    ]);
     flags.extend(
         target
             .address_ip

@@ -18,6 +18,17 @@ pub(crate) struct Spec {
     #[serde(rename = "apiServerAllowedIPRanges")]
     pub(crate) api_server_allowed_ip_ranges: Option<CidrBlocks>,
     pub(crate) features: BTreeMap<String, bool>,
+    pub(crate) service_account: Option<ServiceAccount>,
+}
+
+/// `spec.serviceAccount`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(crate) struct ServiceAccount {
+    /// Issuer of service account tokens; empty for the URL of the API server.
+    pub(crate) issuer: String,
+    /// Audiences of kube-apiserver, in place of the issuer.
+    pub(crate) api_audiences: Vec<String>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]

@@ -13,12 +13,13 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
+use super::apiserver::Apiserver;
 use super::cluster::Cluster;
 use super::finding::Findings;
 use super::objects::{self, Object, Part};
 use super::plan::{Plan, Side};
 use super::target::Target;
-use super::{Options, facts, input, output, plan, rules};
+use super::{Options, facts, input, output, plan, rules, tokens};
 
 const STRATEGIES: [&str; 3] = ["NodePort", "LoadBalancer", "Tunneling"];
 const TUNNELS: [&str; 2] = ["konnectivity", "openvpn"];
@@ -722,6 +723,174 @@ fn kube_apiserver_prefers_internal_addresses_with_each_tunnel() {
             assert!(flags.lines().any(|line| line == flag), "{flags}");
         }
     }
+}
+
+/// Returns the issuers, the audiences and the number of warnings of a cluster with more fields of `spec`. The arguments
+/// are those of the running kube-apiserver; without any, kube-apiserver does not run yet.
+fn token_flags(spec: &str, running: &[&str]) -> (Vec<String>, String, usize) {
+    let text = file("konnectivity", spec, "");
+    let mut findings = Findings::default();
+    let cluster = Cluster::new(input::parse(&text).unwrap(), true, &mut findings);
+    let target = Target::new(&cluster, &mut findings);
+    assert_eq!(findings.problems, []);
+    findings.warnings.clear();
+    let pod = serde_json::json!({"containers": [{"name": "apiserver", "args": running}]});
+    let deployment = serde_json::json!({"spec": {"template": {"spec": pod}}});
+    let apiserver = (!running.is_empty()).then(|| deployment.to_string());
+    let apiserver = apiserver.map(|text| Apiserver::parse(&text).unwrap());
+    if let Some(apiserver) = &apiserver {
+        tokens::check(&target, apiserver, &mut findings);
+    }
+    let objects = objects::all(&target, apiserver.as_ref());
+    let of = |part: Part| objects.iter().find(|it| it.part == part).unwrap();
+    let lines = of(Part::Apiserver).value["data"]["flags"].as_str().unwrap();
+    if apiserver.is_some() {
+        let containers = &of(Part::Server).value["spec"]["template"]["spec"]["containers"];
+        let args = containers[1]["args"].as_array().unwrap();
+        let args: Vec<&str> = args.iter().map(|arg| arg.as_str().unwrap()).collect();
+        assert!(args.join("\n").ends_with(lines.trim_end()), "{args:?}");
+    }
+    let values = |name: &str| -> Vec<String> {
+        let values = lines.lines().filter_map(|line| line.strip_prefix(name));
+        values.map(str::to_owned).collect()
+    };
+    let issuers = values("--service-account-issuer=");
+    let audiences = values("--api-audiences=").join(" ");
+    (issuers, audiences, findings.warnings.len())
+}
+
+const AGENTS: &str = "system:konnectivity-server";
+const NODE_PORT_URL: &str = "https://abc123.seed.example.com:31000";
+const TUNNELING_URL: &str = "https://abc123.seed.example.com:6443";
+
+#[test]
+fn issuer_and_audiences_of_the_cluster_object_replace_the_url() {
+    for (fields, issuer, audiences) in [
+        ("", NODE_PORT_URL, NODE_PORT_URL),
+        ("{}", NODE_PORT_URL, NODE_PORT_URL),
+        ("{issuer: https://id}", "https://id", "https://id"),
+        ("{apiAudiences: [a, b]}", NODE_PORT_URL, "a,b"),
+        ("{issuer: https://id, apiAudiences: [a]}", "https://id", "a"),
+    ] {
+        let spec = format!("NodePort, serviceAccount: {fields}");
+        let audiences = format!("{audiences},{AGENTS}");
+        let expected = (vec![issuer.to_owned()], audiences, 0);
+        assert_eq!(token_flags(&spec, &[]), expected, "{fields}");
+    }
+}
+
+#[test]
+fn tunnel_keeps_issuers_and_audiences_of_the_running_kube_apiserver() {
+    let named = "NodePort, serviceAccount: {issuer: https://id}";
+    let id = "--service-account-issuer=https://id";
+    let url = format!("--service-account-issuer={NODE_PORT_URL}");
+    let both = format!("{NODE_PORT_URL},{AGENTS}");
+    // Arguments as KKP writes them.
+    let kkp = ["--service-account-issuer", NODE_PORT_URL, "--api-audiences"];
+    for (spec, running, issuers, audiences, warnings) in [
+        (
+            "NodePort",
+            [&kkp[..], &[&both]].concat(),
+            vec![NODE_PORT_URL],
+            both.as_str(),
+            0,
+        ),
+        (
+            "NodePort",
+            [&kkp[..], &[NODE_PORT_URL]].concat(),
+            vec![NODE_PORT_URL],
+            &both,
+            0,
+        ),
+        ("NodePort", vec![&url], vec![NODE_PORT_URL], &both, 0),
+        (
+            "NodePort",
+            vec!["--profiling=false"],
+            vec![NODE_PORT_URL],
+            &both,
+            0,
+        ),
+        (
+            named,
+            vec![id, "--api-audiences=a"],
+            vec!["https://id"],
+            "a,system:konnectivity-server",
+            0,
+        ),
+        // The cluster file does not name the issuer that signs tokens.
+        (
+            "NodePort",
+            vec![id, "--api-audiences=a,b"],
+            vec!["https://id"],
+            "a,b,system:konnectivity-server",
+            1,
+        ),
+        (
+            "NodePort",
+            vec![id],
+            vec!["https://id"],
+            "https://id,system:konnectivity-server",
+            1,
+        ),
+        // A second issuer was added by hand.
+        (
+            "NodePort",
+            vec![id, &url, "--api-audiences=a"],
+            vec!["https://id", NODE_PORT_URL],
+            "a,system:konnectivity-server",
+            0,
+        ),
+        (
+            named,
+            vec![&url, id, "--api-audiences=a"],
+            vec!["https://id", NODE_PORT_URL],
+            "a,https://id,system:konnectivity-server",
+            0,
+        ),
+    ] {
+        let issuers = issuers.into_iter().map(str::to_owned).collect();
+        let expected = (issuers, audiences.to_owned(), warnings);
+        assert_eq!(token_flags(spec, &running), expected, "{spec} {running:?}");
+    }
+}
+
+#[test]
+fn new_address_signs_tokens_and_the_old_issuer_stays_valid() {
+    let args = |issuers: &[&str], audiences: &str, name: &str, port: u16| -> Vec<String> {
+        let issuers = issuers.iter();
+        let issuers = issuers.map(|issuer| format!("--service-account-issuer={issuer}"));
+        let more = [
+            format!("--api-audiences={audiences}"),
+            format!("--external-hostname={name}"),
+            format!("--secure-port={port}"),
+        ];
+        issuers.chain(more).collect()
+    };
+    let check = |spec: &str, running: &[String], issuers: &[&str], audiences: &[&str]| {
+        let running: Vec<&str> = running.iter().map(String::as_str).collect();
+        let issuers = issuers.iter().map(|&issuer| issuer.to_owned()).collect();
+        let expected = (issuers, audiences.join(","), 0);
+        assert_eq!(token_flags(spec, &running), expected, "{spec} {running:?}");
+    };
+    let name = "abc123.seed.example.com";
+    let audiences = format!("{NODE_PORT_URL},{AGENTS}");
+    let old = args(&[NODE_PORT_URL], &audiences, name, 31000);
+    let both = [TUNNELING_URL, NODE_PORT_URL];
+    let all = [NODE_PORT_URL, AGENTS, TUNNELING_URL];
+    check("Tunneling", &old, &both, &all);
+    let new = args(&both, &all.join(","), name, 6443);
+    check("Tunneling", &new, &both, &all);
+    // The way back.
+    check("NodePort", &new, &[NODE_PORT_URL, TUNNELING_URL], &all);
+    // The name changes with a load balancer.
+    let other = "https://192.0.2.1:31000";
+    let balancer = args(&[other], other, "192.0.2.1", 31000);
+    let all = [other, NODE_PORT_URL, AGENTS];
+    check("NodePort", &balancer, &[NODE_PORT_URL, other], &all);
+    // A named issuer does not depend on the address.
+    let named = args(&["https://id"], "https://id", name, 31000);
+    let spec = "Tunneling, serviceAccount: {issuer: https://id}";
+    check(spec, &named, &["https://id"], &["https://id", AGENTS]);
 }
 
 #[test]

@@ -2,9 +2,10 @@
 
 use serde_json::{Value, json};
 
-use crate::render::arguments::{AGENT_ACCOUNT, AUDIENCE};
+use crate::render::arguments::AGENT_ACCOUNT;
 use crate::render::cluster::Tunnel;
 use crate::render::target::Target;
+use crate::render::tokens::AUDIENCE;
 
 use super::{Object, Part, Place};
 

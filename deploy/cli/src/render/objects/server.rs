@@ -22,7 +22,7 @@ const STOCK_MEMORY: &str = "200Mi";
 
 pub(super) fn objects(target: &Target<'_>, running: Option<&Apiserver>) -> Vec<Object> {
     let seed = |part, value| Object::new(part, Place::Seed, value);
-    let flags = arguments::kube_apiserver(target);
+    let flags = arguments::kube_apiserver(target, running);
     let mut objects = vec![
         seed(Part::Egress, egress(target)),
         seed(
@@ -40,7 +40,7 @@ pub(super) fn objects(target: &Target<'_>, running: Option<&Apiserver>) -> Vec<O
     }
     objects.push(Object {
         is_patch: true,
-        ..seed(Part::Server, patch(target, running))
+        ..seed(Part::Server, patch(target, running, &flags))
     });
     objects
 }
@@ -161,7 +161,7 @@ fn container(target: &Target<'_>, name: &str, mounts: Vec<Value>) -> Value {
 
 /// Returns the patch of the Deployment of kube-apiserver. A patch cannot merge flags, so they need the `running`
 /// Deployment; the part `apiserver` lists them.
-fn patch(target: &Target<'_>, running: Option<&Apiserver>) -> Value {
+fn patch(target: &Target<'_>, running: Option<&Apiserver>, flags: &[String]) -> Value {
     let mut volumes = vec![json!({
         "name": "kube-apiserver-egress",
         "configMap": {"name": "kube-apiserver-egress"},
@@ -188,8 +188,7 @@ fn patch(target: &Target<'_>, running: Option<&Apiserver>) -> Value {
             mounts.push(mount("culvert-front-end-client", CLIENT_FOLDER));
         }
     }
-    let flags = arguments::kube_apiserver(target);
-    let mut fields = running.map_or_else(Map::new, |it| it.fields(&flags, target.apiserver_port));
+    let mut fields = running.map_or_else(Map::new, |it| it.fields(flags, target.apiserver_port));
     fields.insert("name".to_owned(), json!(apiserver::CONTAINER));
     fields.insert("volumeMounts".to_owned(), json!(mounts));
     containers.push(Value::Object(fields));

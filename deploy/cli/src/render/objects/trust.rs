@@ -4,9 +4,9 @@ use std::fmt::Write as _;
 
 use serde_json::{Map, Value, json};
 
-use crate::render::arguments::AUDIENCE;
 use crate::render::cluster::Tunnel;
 use crate::render::target::Target;
+use crate::render::tokens::AUDIENCE;
 
 use super::{Object, Part, Place};
 
