@@ -155,14 +155,8 @@ async fn after_strategy_step(tenant: &Tenant, step: &Step) {
     } else if is("Start the front door of the cluster") {
         // The ports of the cluster follow with the Services.
         let service = ["service", "-n", NAMESPACE, "front-loadbalancer"];
-        eventually("the updater has set a port", PATIENCE, async || {
-            let service = tenant.seed.get(&service).await?;
-            let ports = &service["spec"]["ports"];
-            (ports[0]["port"] == 8002)
-                .then_some(())
-                .ok_or(ports.to_string())
-        })
-        .await;
+        let service = tenant.seed.get(&service).await.unwrap();
+        assert_eq!(service["spec"]["ports"][0]["port"], 8002);
     } else if is("Start the node tunnel on every node.") {
         eventually("the node tunnel listens", PATIENCE, async || {
             tenant.node_tunnel_listens().await

@@ -13,6 +13,8 @@ pub(super) const AGENT_ACCOUNT: &str = "system-konnectivity-agent";
 pub(super) const CONNECT_PORT: u16 = 8088;
 /// Port of the front end of a server outside of the API server's pod.
 pub(super) const FRONT_END_PORT: u16 = 8090;
+/// Port of the front door for `/healthz` and metrics.
+pub(super) const STATS_PORT: u16 = 8002;
 
 /// Returns the arguments of the server.
 pub(super) fn server(target: &Target<'_>) -> Vec<String> {
@@ -158,7 +160,7 @@ pub(super) fn openvpn_client(target: &Target<'_>) -> Vec<String> {
 /// Returns the arguments of the front door of one cluster, for the strategy LoadBalancer.
 pub(super) fn door(target: &Target<'_>) -> Vec<String> {
     vec![
-        "-envoy-stats-port=8002".to_owned(),
+        format!("-envoy-stats-port={STATS_PORT}"),
         "-expose-annotation-key=nodeport-proxy.k8s.io/expose-namespaced".to_owned(),
         format!("-namespace={}", target.namespace),
     ]

@@ -938,6 +938,29 @@ fn load_balancer_has_the_annotations_of_the_seed_and_of_the_cloud() {
 }
 
 #[test]
+fn updater_keeps_every_port_of_the_rendered_load_balancer() {
+    use culvert_door::config::{Config, Source};
+    for tunnel in TUNNELS {
+        let text = file(tunnel, "LoadBalancer", "");
+        let service = object(&text, "Service", "front-loadbalancer");
+        let lines = render(&text, command_lines);
+        let (_, args) = lines.iter().find(|(name, _)| name == "lb-updater").unwrap();
+        let program = std::iter::once("program".to_owned());
+        let line: Vec<String> = program.chain(args.iter().cloned()).collect();
+        let Source::Kubernetes(cluster) = Config::from_args(&line).unwrap().source else {
+            panic!("{line:?}");
+        };
+        let options = cluster.balancer.unwrap().options;
+        assert_eq!((options.sni_port, options.tunneling_port), (0, 0));
+        let port = options.stats_port;
+        let expected = serde_json::json!([
+            {"name": "healthz", "port": port, "targetPort": port, "protocol": "TCP"},
+        ]);
+        assert_eq!(service["spec"]["ports"], expected);
+    }
+}
+
+#[test]
 fn pods_of_a_front_door_prefer_different_hosts_and_zones() {
     let text = file("konnectivity", "LoadBalancer", "");
     let door = object(&text, "Deployment", "nodeport-proxy-envoy");

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use serde_json::{Value, json};
 
-use crate::render::arguments::{self, FRONT_END_PORT};
+use crate::render::arguments::{self, FRONT_END_PORT, STATS_PORT};
 use crate::render::cluster::{Cluster, Tunnel};
 use crate::render::target::{OPENVPN_PORT, Program, Target};
 
@@ -254,8 +254,13 @@ fn balancer(target: &Target<'_>) -> Value {
     let mut balancer = json!({
         "type": "LoadBalancer",
         "selector": {"app": "nodeport-proxy-envoy"},
-        // The updater adds the other ports.
-        "ports": [{"name": "secure", "port": 443, "protocol": "TCP"}],
+        // The updater adds the other ports. It would remove any port but this one, and `kubectl apply` would add it again.
+        "ports": [{
+            "name": "healthz",
+            "port": STATS_PORT,
+            "targetPort": STATS_PORT,
+            "protocol": "TCP",
+        }],
     });
     if let Some(spec) = balancer.as_object_mut().filter(|_| !ranges.is_empty()) {
         spec.insert("loadBalancerSourceRanges".to_owned(), json!(ranges));
@@ -289,11 +294,11 @@ impl Workload {
         if let Some(container) = container.as_object_mut().filter(|_| self.has_health) {
             container.insert(
                 "ports".to_owned(),
-                json!([{"name": "stats", "containerPort": 8002, "protocol": "TCP"}]),
+                json!([{"name": "stats", "containerPort": STATS_PORT, "protocol": "TCP"}]),
             );
             let probe = |path: &str, period: u32, timeout: u32| {
                 json!({
-                    "httpGet": {"path": path, "port": 8002},
+                    "httpGet": {"path": path, "port": STATS_PORT},
                     "periodSeconds": period,
                     "timeoutSeconds": timeout,
                     "failureThreshold": 3,
