@@ -95,18 +95,28 @@ pub async fn request<T>(
     let what = format!("cannot {verb} {target}");
     let why = match timeout(limit, call).await {
         Ok(Ok(value)) => return Ok(value),
-        Ok(Err(kube::Error::Api(status))) => match status.code {
-            409 => return Err(RequestError::Conflict { what }),
-            403 => format!(
-                "{}; allow the account to {verb} {} in namespace {}",
-                status.message, target.resource, target.namespace
-            ),
-            code => format!("{} ({code})", status.message),
-        },
-        Ok(Err(error)) => root(&error),
+        Ok(Err(kube::Error::Api(status))) if status.code == 409 => {
+            return Err(RequestError::Conflict { what });
+        }
+        Ok(Err(error)) => reason(&error, || {
+            let (resource, namespace) = (target.resource, &target.namespace);
+            format!("{verb} {resource} in namespace {namespace}")
+        }),
         Err(_) => format!("no answer within {limit:?}"),
     };
     Err(RequestError::Failed { what, why })
+}
+
+/// Returns the reason of a failed request: the message of the API, or the innermost cause. `permission` completes
+/// the advice "allow the account to ...".
+pub(crate) fn reason(error: &kube::Error, permission: impl FnOnce() -> String) -> String {
+    let kube::Error::Api(status) = error else {
+        return root(error);
+    };
+    match status.code {
+        403 => format!("{}; allow the account to {}", status.message, permission()),
+        code => format!("{} ({code})", status.message),
+    }
 }
 
 /// Returns the parameters of every write: the writer's name for `managedFields`.

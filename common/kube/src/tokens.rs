@@ -25,6 +25,7 @@ use tokio::time::{Instant, timeout};
 use tonic::metadata::MetadataMap;
 
 use crate::pace::{Pace, Pacer};
+use crate::request::reason;
 use crate::turns::{Turn, Turns};
 
 /// Time for which an accepted token is accepted without another review. A token revoked within this time still
@@ -40,6 +41,10 @@ const TURN_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// Largest number of reviews in progress at once.
 const REVIEWS: usize = 16;
+
+/// Permission of the account that requests reviews, and the role that grants it.
+const PERMISSION: &str =
+    "create tokenreviews.authentication.k8s.io (ClusterRole system:auth-delegator)";
 
 /// Key in the user's extra fields with the name of the pod that a token is bound to (Kubernetes'
 /// `pkg/serviceaccount`).
@@ -210,7 +215,7 @@ impl Tokens {
                     "no answer to the TokenReview within {REVIEW_TIMEOUT:?}"
                 ))
             })?
-            .map_err(|error| failed(error.to_string()))?;
+            .map_err(|error| failed(reason(&error, || PERMISSION.to_owned())))?;
         let status = answer.status.unwrap_or_default();
         if let Some(error) = status.error.filter(|error| !error.is_empty()) {
             return Err(format!("lookup failed: {error}"));

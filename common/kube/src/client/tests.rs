@@ -29,7 +29,7 @@ fn reloader() -> (Reloader<Files>, Arc<Registry>) {
 }
 
 /// Returns a kubeconfig with the fields of a cluster and a user.
-fn kubeconfig(cluster: &str, user: &str) -> String {
+pub(crate) fn kubeconfig(cluster: &str, user: &str) -> String {
     format!(
         "apiVersion: v1\nkind: Config\nclusters:\n- name: c\n  cluster: {cluster}\nusers:\n- name: u\n  user: {user}\n\
          contexts:\n- name: x\n  context:\n    cluster: c\n    user: u\ncurrent-context: x\n"

@@ -1,18 +1,20 @@
-//! Tests which agents share a review, and how long a review may take. The clock is paused, so a sleep ends
-//! once every task waits.
+//! Tests which agents share a review, how long a review may take, and which reasons a failed review has. If the clock is
+//! paused, a sleep ends once every task waits.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, TcpListener};
 
 use http::{Request, Response};
 use http_body_util::BodyExt as _;
 use kube::client::Body;
+use rustls::pki_types::PrivatePkcs8KeyDer;
 use serde_json::{Value, json};
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
 use super::*;
+use crate::client::tests::{client_of, kubeconfig};
 
 const MOMENT: Duration = Duration::from_millis(1);
 
@@ -39,6 +41,32 @@ impl Asked {
     fn refuse(self, why: &str) {
         self.answer.send(json!({ "error": why })).unwrap();
     }
+}
+
+fn tokens(client: Client, pace: Option<Pace>) -> Arc<Tokens> {
+    let auth = AgentAuth {
+        namespace: "n".into(),
+        service_account: "a".into(),
+        audience: "x".into(),
+        kubeconfig: None,
+        pace,
+    };
+    Arc::new(Tokens::new(client, auth))
+}
+
+fn metadata(token: &str) -> MetadataMap {
+    let mut metadata = MetadataMap::new();
+    metadata.insert("authorization", format!("Bearer {token}").parse().unwrap());
+    metadata
+}
+
+/// Returns the reason why a token is refused if the reviews use this client.
+async fn refusal(client: Client) -> String {
+    let checked = tokens(client, None).check(&metadata("t"), HOST).await;
+    let text = checked.unwrap_err().to_string();
+    let prefix =
+        "Failed to validate authentication token, err:Failed to authenticate request. err:";
+    text.strip_prefix(prefix).unwrap().to_owned()
 }
 
 /// Agents, and the fake API that reviews their tokens.
@@ -70,18 +98,8 @@ impl Fake {
                 Ok::<_, std::io::Error>(Response::new(body))
             }
         });
-        let auth = AgentAuth {
-            namespace: "n".into(),
-            service_account: "a".into(),
-            audience: "x".into(),
-            kubeconfig: None,
-            pace,
-        };
-        let tokens = Tokens::new(Client::new(service, "default"), auth);
-        Self {
-            tokens: Arc::new(tokens),
-            asked,
-        }
+        let tokens = tokens(Client::new(service, "default"), pace);
+        Self { tokens, asked }
     }
 
     /// Presents a token as one agent.
@@ -95,8 +113,7 @@ impl Fake {
         token: &str,
     ) -> impl Future<Output = Result<Account, AuthError>> + use<> {
         let tokens = self.tokens.clone();
-        let mut metadata = MetadataMap::new();
-        metadata.insert("authorization", format!("Bearer {token}").parse().unwrap());
+        let metadata = metadata(token);
         async move { tokens.check(&metadata, from).await }
     }
 
@@ -313,4 +330,73 @@ async fn reviews_keep_the_pace_and_remembered_tokens_need_no_review() {
     assert!(agents.join_all().await.iter().all(Result::is_ok));
     assert_eq!(fake.present("d").await, Ok(ACCOUNT));
     fake.nothing_else_is_asked();
+}
+
+/// Returns the reason why a token is refused if the kubeconfig's cluster has these fields.
+async fn refusal_of_cluster(cluster: &str) -> String {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("kubeconfig");
+    std::fs::write(&path, kubeconfig(cluster, "{token: t}")).unwrap();
+    refusal(client_of(&path).await).await
+}
+
+/// Returns a client whose API answers every request with a failure.
+fn failing_with(code: u16, message: &'static str) -> Client {
+    let service = tower::service_fn(move |_: Request<Body>| async move {
+        let status =
+            json!({"kind": "Status", "status": "Failure", "code": code, "message": message});
+        let body = Body::from(status.to_string().into_bytes());
+        Response::builder().status(code).body(body)
+    });
+    Client::new(service, "default")
+}
+
+#[tokio::test]
+async fn refusal_contains_the_cause_of_a_failed_connection() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    drop(listener);
+    let refused = refusal_of_cluster(&format!("{{server: 'http://{address}'}}")).await;
+    assert!(refused.starts_with("Connection refused"), "{refused}");
+
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let issue = || rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap();
+    let (own, foreign) = (issue(), issue());
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let config = rustls::ServerConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_no_client_auth();
+    let key = PrivatePkcs8KeyDer::from(own.signing_key.serialize_der());
+    let config = config.with_single_cert(vec![own.cert.der().clone()], key.into());
+    let config = Arc::new(config.unwrap());
+    let server = tokio::task::spawn_blocking(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut connection = rustls::ServerConnection::new(config).unwrap();
+        connection.complete_io(&mut stream).unwrap_err()
+    });
+    let dir = tempfile::tempdir().unwrap();
+    let ca = dir.path().join("ca.crt");
+    std::fs::write(&ca, foreign.cert.pem()).unwrap();
+    let ca = ca.display();
+    let cluster = format!("{{server: 'https://{address}', certificate-authority: {ca}}}");
+    let refused = refusal_of_cluster(&cluster).await;
+    assert!(
+        refused.starts_with("invalid peer certificate: "),
+        "{refused}"
+    );
+    server.await.unwrap();
+}
+
+#[tokio::test]
+async fn refusal_contains_the_message_of_the_api_once() {
+    let failed = refusal(failing_with(500, "etcd is down")).await;
+    assert_eq!(failed, "etcd is down (500)");
+    let forbidden = refusal(failing_with(403, "tokenreviews is forbidden")).await;
+    assert_eq!(
+        forbidden,
+        "tokenreviews is forbidden; allow the account to create tokenreviews.authentication.k8s.io (ClusterRole \
+         system:auth-delegator)"
+    );
 }
