@@ -46,6 +46,8 @@ pub(crate) struct Notices {
     pub draining: bool,
     /// Number of servers, if it has changed since the introduction.
     pub servers: Option<i64>,
+    /// True if the number follows the servers, if this has changed since the introduction.
+    pub follows: Option<bool>,
 }
 
 impl NativeServer {
@@ -146,11 +148,17 @@ impl NativeServer {
         }
     }
 
-    fn on_control(&self, message: Control) {
+    pub(crate) fn on_control(&self, message: Control) {
         match message {
             Control::Drain => info!("the server drains"),
             Control::Servers(count) => {
                 debug!(count, "the server announces another number of servers")
+            }
+            Control::Follows(follows) => {
+                debug!(
+                    follows,
+                    "the server announces if its number follows the servers"
+                )
             }
         }
         self.notices.send_if_modified(|notices| {
@@ -158,6 +166,7 @@ impl NativeServer {
             match message {
                 Control::Drain => notices.draining = true,
                 Control::Servers(count) => notices.servers = Some(count),
+                Control::Follows(follows) => notices.follows = Some(follows),
             }
             *notices != before
         });

@@ -46,8 +46,9 @@ const FIRST_HEDGE_GAP: Duration = Duration::from_secs(1);
 /// First gap after the loss of a server, as a fraction of the interval.
 const LOST_GAP: f64 = 0.2;
 
-/// Largest delay of the first attempt after a loss or a larger number, as a fraction of the interval. The delay spreads
-/// the attempts of a fleet: all of its agents lose the same server, or receive the same number, at once.
+/// Largest delay of the first attempt after a loss, a larger number, or a number that no longer follows the servers, as
+/// a fraction of the interval. The delay spreads the attempts of a fleet: all of its agents lose the same server, or
+/// receive the same message, at once.
 const LOST_DELAY: f64 = 0.5;
 
 /// Largest number of attempts in progress. More attempts only add load; fewer make a silent server delay the search.
@@ -227,7 +228,8 @@ impl Search {
         }
     }
 
-    /// Compares the view with the last one: a lost server or a larger number of servers is news.
+    /// Compares the view with the last one: a lost server or a larger number of servers is news. All of these, and a
+    /// number that no longer follows the servers, may reach every agent of a fleet at once.
     fn look(&mut self, now: Instant, view: View) {
         let seen = std::mem::replace(&mut self.seen, view);
         if view.follows {
@@ -235,12 +237,16 @@ impl Search {
             self.had = view.connected;
         }
         let is_larger = view.announced > seen.announced;
-        if !is_larger && view.connected >= seen.connected {
+        let is_news = is_larger || view.connected < seen.connected;
+        let is_withdrawn = seen.follows && !view.follows;
+        if !is_news && !is_withdrawn {
             return;
         }
-        self.hurry(now);
         let interval = self.policy.interval;
-        if !is_larger {
+        if is_news {
+            self.hurry(now);
+        }
+        if is_news && !is_larger {
             self.gap = interval.mul_f64(LOST_GAP);
         }
         let delay = interval.mul_f64(self.random.random_range(0.0..LOST_DELAY));

@@ -30,7 +30,7 @@ enum Source {
 struct Known {
     announced: i64,
     leases: i64,
-    /// True if the last list had a live lease.
+    /// True if the last count found a live lease, and the watch does not fail for long.
     has_leases: bool,
 }
 
@@ -64,10 +64,10 @@ impl ServerCount {
         self.change(|known| known.announced = count.max(1));
     }
 
-    /// Stores the number of live leases. 0 means that no server can write its lease, or that the agent finds no
-    /// leases, and the last number stays.
-    pub(crate) fn leases(&self, count: usize) {
-        let count = i64::try_from(count).unwrap_or(i64::MAX);
+    /// Stores the number of live leases; `None` if the agent cannot watch the leases. 0 means that no server can write
+    /// its lease, or that the agent finds no leases. In both cases the last number stays.
+    pub(crate) fn leases(&self, count: Option<usize>) {
+        let count = i64::try_from(count.unwrap_or(0)).unwrap_or(i64::MAX);
         self.change(|known| {
             known.has_leases = count > 0;
             if count > 0 {
@@ -143,7 +143,7 @@ mod tests {
             let mut seen = vec![count.current()];
             count.announced(5);
             seen.push(count.current());
-            count.leases(3);
+            count.leases(Some(3));
             seen.push(count.current());
             count.announced(2);
             seen.push(count.current());
@@ -155,9 +155,11 @@ mod tests {
     fn last_number_of_leases_stays_without_live_leases() {
         let count = count(Source::Leases);
         assert!(!count.has_leases());
-        for (live, current) in [(0, 1), (3, 3), (0, 3), (2, 2)] {
+        let lives = [Some(0), Some(3), Some(0), Some(2), None, Some(2)];
+        for (live, current) in lives.into_iter().zip([1, 3, 3, 2, 2, 2]) {
             count.leases(live);
-            assert_eq!((count.current(), count.has_leases()), (current, live > 0));
+            let has_leases = live.is_some_and(|live| live > 0);
+            assert_eq!((count.current(), count.has_leases()), (current, has_leases));
         }
     }
 
@@ -178,14 +180,14 @@ mod tests {
         count.announced(1);
         assert!(!is_changed());
         // The number includes leases from now on.
-        count.leases(1);
+        count.leases(Some(1));
         assert!(is_changed());
         count.announced(4);
         assert!(is_changed() && !is_changed());
         // The larger number stays the same.
-        count.leases(3);
+        count.leases(Some(3));
         assert!(!is_changed());
-        count.leases(0);
+        count.leases(Some(0));
         assert!(is_changed() && !is_changed());
     }
 }

@@ -102,6 +102,11 @@ impl Server {
     fn announced(&self) -> i64 {
         self.notices().servers.unwrap_or(self.count)
     }
+
+    /// Returns true if the announced number follows the servers.
+    fn follows(&self) -> bool {
+        self.notices().follows.unwrap_or(self.pushes)
+    }
 }
 
 // === impl Servers ===
@@ -152,7 +157,7 @@ impl Servers {
         View {
             connected,
             announced: usize::try_from(count.current()).unwrap_or(usize::MAX),
-            follows: connected > 0 && (count.has_leases() || staying().all(|server| server.pushes)),
+            follows: connected > 0 && (count.has_leases() || staying().all(Server::follows)),
         }
     }
 
@@ -468,6 +473,8 @@ mod tests {
     use culvert_konnectivity::excess::OverflowBudget;
     use metrics::Gauge;
 
+    use culvert_native::control::Control;
+
     use super::*;
     use crate::agent::Limits;
     use crate::metrics::AgentMetrics;
@@ -506,6 +513,25 @@ mod tests {
             follows: true,
         };
         assert_eq!(servers.view(&count), expected);
+    }
+
+    #[test]
+    fn pushed_message_decides_if_the_number_follows_the_servers() {
+        let (servers, count) = (connected_to("a"), ServerCount::of_announcements());
+        servers.duplicate("a", 2, true);
+        let push = |follows| {
+            let table = servers.table.lock();
+            let Some(Stream::Native(server)) = table.get("a").map(|server| server.stream.clone())
+            else {
+                panic!("no native server");
+            };
+            server.on_control(Control::Follows(follows));
+        };
+        for follows in [false, true] {
+            push(follows);
+            let view = servers.view(&count);
+            assert_eq!((view.announced, view.follows), (2, follows));
+        }
     }
 
     #[test]

@@ -303,6 +303,28 @@ fn sync_forever_rarely_probes_if_the_number_follows_the_servers() {
 }
 
 #[test]
+fn sync_forever_probes_often_once_the_number_does_not_follow_the_servers() {
+    let mut firsts = Vec::new();
+    for seed in 0..SEEDS {
+        let mut world = World::new(FOREVER, seed, 3);
+        world.follows = true;
+        world.until_connected(3);
+        world.pass(HOUR);
+        let (withdrawn, known) = (world.elapsed(), world.starts.len());
+        world.follows = false;
+        assert!(world.pass(HOUR) >= 3600 / 14);
+        firsts.push(world.starts[known] - withdrawn);
+    }
+    // All agents of a fleet receive the message at once.
+    firsts.sort();
+    let (median, last) = (firsts[firsts.len() / 2], firsts[firsts.len() - 1]);
+    assert!(
+        SECOND / 5 < median && last < SECOND / 2,
+        "{median:?} {last:?}"
+    );
+}
+
+#[test]
 fn pushed_number_starts_a_fast_search() {
     let found = over_seeds(|seed| {
         let mut world = World::new(DEFAULT, seed, 1);

@@ -19,6 +19,9 @@ pub enum Control {
     Drain,
     /// Number of servers that an agent should be connected to; only a server sends it.
     Servers(i64),
+    /// True if the number of servers follows the servers, so that an agent rarely needs to look for more; only a
+    /// server sends it.
+    Follows(bool),
 }
 
 /// Splits the bytes of a control stream into lines.
@@ -60,6 +63,8 @@ impl Control {
         match line.split_once(' ') {
             None if line == "drain" => Some(Self::Drain),
             Some(("servers", count)) => count.parse().ok().map(Self::Servers),
+            Some(("follows", "0")) => Some(Self::Follows(false)),
+            Some(("follows", "1")) => Some(Self::Follows(true)),
             _ => None,
         }
     }
@@ -70,6 +75,7 @@ impl fmt::Display for Control {
         match self {
             Self::Drain => f.write_str("drain"),
             Self::Servers(count) => write!(f, "servers {count}"),
+            Self::Follows(follows) => write!(f, "follows {}", u8::from(*follows)),
         }
     }
 }
@@ -111,9 +117,18 @@ mod tests {
 
     #[test]
     fn messages_are_read_from_any_parts() {
-        let sent = [Control::Drain, Control::Servers(5), Control::Servers(-1)];
+        let sent = [
+            Control::Drain,
+            Control::Servers(5),
+            Control::Servers(-1),
+            Control::Follows(true),
+            Control::Follows(false),
+        ];
         let bytes: Vec<u8> = sent.iter().flat_map(|m| m.to_line()).collect();
-        assert_eq!(bytes, b"drain\nservers 5\nservers -1\n");
+        assert_eq!(
+            bytes,
+            b"drain\nservers 5\nservers -1\nfollows 1\nfollows 0\n"
+        );
         assert_eq!(messages(&[&bytes]), sent);
         let single: Vec<&[u8]> = bytes.chunks(1).collect();
         assert_eq!(messages(&single), sent);
@@ -123,12 +138,13 @@ mod tests {
     fn unknown_and_long_lines_are_ignored() {
         let long = [b"drain".as_slice(), &[b' '; 2 * LINE_BYTES], b"\n"].concat();
         assert_eq!(messages(&[&long, b"drain\n"]), [Control::Drain]);
-        let unknown: [&[u8]; 6] = [
+        let unknown: [&[u8]; 7] = [
             b"\n",
             b"drain now\n",
             b"servers\n",
             b"servers many\n",
             b"servers 5 6\n",
+            b"follows 2\n",
             b"\xff\n",
         ];
         assert_eq!(messages(&unknown), []);

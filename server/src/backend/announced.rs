@@ -54,8 +54,9 @@ impl Announcements {
         };
         self.sent = now;
         let servers = (now.servers != sent.servers).then_some(Control::Servers(now.servers));
+        let follows = (now.follows != sent.follows).then_some(Control::Follows(now.follows));
         let drain = (now.draining && !sent.draining).then_some(Control::Drain);
-        servers.into_iter().chain(drain).collect()
+        [servers, follows, drain].into_iter().flatten().collect()
     }
 }
 
@@ -75,6 +76,8 @@ mod tests {
         let mut announcements = Announcements::after(FIRST, latest.clone());
         state.send_modify(|state| state.servers = 5);
         assert_eq!(announcements.next().await, [Control::Servers(5)]);
+        state.send_modify(|state| state.follows = false);
+        assert_eq!(announcements.next().await, [Control::Follows(false)]);
         state.send_modify(|state| state.draining = true);
         assert_eq!(announcements.next().await, [Control::Drain]);
         // An agent that connects during the drain learns of the drain, too.

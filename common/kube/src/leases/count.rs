@@ -11,30 +11,37 @@ use kube::runtime::watcher::Event;
 use kube::{Client, ResourceExt as _};
 use tokio::time::Instant;
 
-use super::api;
 use super::renewals::Renewals;
+use super::{DURATION, api};
 use crate::object_cache::{ObjectCache, selected};
 
 /// Largest number of leases to keep. A selector that matches more leases is wrong.
 const MOST: usize = 1000;
 
 /// Counts the live leases in a namespace that match a label selector, and reports their number after every
-/// event, forever. An empty namespace means all namespaces; an empty selector matches every lease.
+/// event, forever. Reports `None` if the number may be wrong, because the API fails for longer than [`DURATION`].
+/// An empty namespace means all namespaces; an empty selector matches every lease.
 pub async fn count_live(
     client: Client,
     namespace: &str,
     selector: &str,
-    mut report: impl FnMut(usize),
+    mut report: impl FnMut(Option<usize>),
 ) {
     let mut events = pin!(selected(api(client, namespace), selector));
     let mut leases = ObjectCache::new("Leases of servers").at_most(MOST);
     let mut renewals = Renewals::default();
+    // Time of the first failure since the last success.
+    let mut failing_since = None;
     while let Some(event) = events.next().await {
         let is_complete = match &event {
             Ok(Event::Init | Event::InitApply(_)) => false,
             Ok(_) => true,
             Err(_) => {
                 renewals.interrupted();
+                let since = *failing_since.get_or_insert_with(Instant::now);
+                if since.elapsed() > DURATION {
+                    report(None);
+                }
                 false
             }
         };
@@ -42,7 +49,8 @@ pub async fn count_live(
         if is_complete {
             let known = leases.values().map(|(name, spec)| (name.as_str(), spec));
             renewals.observe(Instant::now(), known);
-            report(renewals.live());
+            failing_since = None;
+            report(Some(renewals.live()));
         }
     }
 }

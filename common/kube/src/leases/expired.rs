@@ -10,7 +10,7 @@ use tokio::time::{Instant, sleep};
 use tracing::info;
 
 use super::renewals::Renewals;
-use super::{REQUEST, api};
+use super::{DURATION, REQUEST, api};
 use crate::request::{FailureLog, RequestError, Target, request};
 
 /// Pause between two lists. Shorter than the longest gap of [`Renewals`], so that only a failed list is a gap.
@@ -29,6 +29,8 @@ pub struct Collector {
     /// Name of this server's lease, which is never deleted here.
     own: String,
     renewals: Renewals,
+    /// Time of the last reported number; `None` after the report that the number is not current.
+    counted: Option<Instant>,
     deleted: Counter,
     failures: FailureLog,
 }
@@ -54,24 +56,33 @@ impl Collector {
             labels,
             own,
             renewals: Renewals::default(),
+            counted: None,
             deleted,
             failures: FailureLog::default(),
         }
     }
 
-    /// Deletes expired leases forever. Calls `live` with the number of servers after each list that has a live lease.
-    /// The number includes this server, even if it cannot write its lease.
-    pub async fn run(mut self, mut live: impl FnMut(usize)) {
+    /// Deletes expired leases forever. Reports the number of servers after each list that has a live lease.
+    /// The number includes this server, even if it cannot write its lease. Reports `None` if the number may be wrong,
+    /// because for longer than [`DURATION`] no list had a live lease.
+    pub async fn run(mut self, mut report: impl FnMut(Option<usize>)) {
         loop {
-            match self.collect(&mut live).await {
+            match self.collect(&mut report).await {
                 Ok(()) => self.failures.succeeded(&self.target),
                 Err(error) => self.failures.failed(&error),
+            }
+            let is_old = |at: &mut Instant| at.elapsed() > DURATION;
+            if self.counted.take_if(is_old).is_some() {
+                report(None);
             }
             sleep(INTERVAL).await;
         }
     }
 
-    async fn collect(&mut self, live: &mut impl FnMut(usize)) -> Result<(), RequestError> {
+    async fn collect(
+        &mut self,
+        report: &mut impl FnMut(Option<usize>),
+    ) -> Result<(), RequestError> {
         let params = ListParams::default().labels(&self.labels).limit(MOST);
         let call = self.api.list(&params);
         let listed = request("list", &self.target, REQUEST, call).await;
@@ -84,7 +95,10 @@ impl Collector {
         self.renewals.observe(Instant::now(), named);
         let servers = self.renewals.live();
         if servers > 0 {
-            live(servers + usize::from(!self.renewals.is_live(&self.own)));
+            self.counted = Some(Instant::now());
+            report(Some(
+                servers + usize::from(!self.renewals.is_live(&self.own)),
+            ));
         }
         let mut outcome = Ok(());
         for lease in &leases {

@@ -288,14 +288,37 @@ async fn server_counts_without_its_lease_and_counts_nothing_without_live_leases(
     sleep(seconds(100)).await;
     assert!(counts.lock().is_empty());
     renew(&api, &["b", "c"], seconds(20)).await;
-    assert_eq!(counts.lock().pop(), Some(3));
+    assert_eq!(counts.lock().pop(), Some(Some(3)));
     // Both expire.
-    sleep(seconds(60)).await;
+    sleep(seconds(120)).await;
+    assert_eq!(counts.lock().pop(), Some(None));
     counts.lock().clear();
     sleep(seconds(100)).await;
     assert!(counts.lock().is_empty());
     renew(&api, &[OWN, "b", "c"], seconds(20)).await;
-    assert_eq!(counts.lock().pop(), Some(3));
+    assert_eq!(counts.lock().pop(), Some(Some(3)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn number_of_a_server_is_unknown_once_lists_fail_for_longer_than_a_lease() {
+    let api = Fake::new();
+    let counts = Arc::new(Mutex::new(Vec::new()));
+    let (labels, own) = (LABEL.to_owned(), OWN.to_owned());
+    let collector = Collector::new(api.client(), "n", labels, own, Counter::noop());
+    let reported = counts.clone();
+    let _task = tokio::spawn(collector.run(move |count| reported.lock().push(count)));
+    renew(&api, &[OWN, "b"], seconds(20)).await;
+    assert_eq!(*counts.lock(), [Some(2); 2]);
+    for _ in 0..10 {
+        api.fault(Method::GET, Fault::Status(403));
+    }
+    // A short failure changes nothing.
+    sleep(seconds(25)).await;
+    assert_eq!(counts.lock().len(), 2);
+    sleep(seconds(100)).await;
+    assert_eq!(*counts.lock(), [Some(2), Some(2), None]);
+    sleep(seconds(60)).await;
+    assert_eq!(counts.lock().get(3), Some(&Some(2)));
 }
 
 #[tokio::test(start_paused = true)]
@@ -338,12 +361,12 @@ async fn outage_of_the_api_does_not_expire_leases() {
     assert_eq!(deleted.load(Ordering::Relaxed), 1);
 }
 
-/// Starts a count. Returns the last reported number.
+/// Starts a count. Returns the last reported number; `None` before the first report, and if the number is unknown.
 fn count(api: &Fake) -> (Arc<Mutex<Option<usize>>>, JoinHandle<()>) {
     let last: Arc<Mutex<Option<usize>>> = Arc::default();
     let (reported, client) = (Arc::clone(&last), api.client());
     let task = tokio::spawn(async move {
-        count_live(client, "n", LABEL, |count| *reported.lock() = Some(count)).await;
+        count_live(client, "n", LABEL, |count| *reported.lock() = count).await;
     });
     (last, task)
 }
@@ -390,8 +413,11 @@ async fn count_survives_outages_and_expired_versions() {
     renew(&api, &["a", "b"], seconds(100)).await;
     assert_eq!(*last.lock(), Some(2));
     api.set_down(true);
-    sleep(seconds(600)).await;
+    // A short outage changes nothing.
+    sleep(seconds(25)).await;
     assert_eq!(*last.lock(), Some(2));
+    sleep(seconds(600)).await;
+    assert_eq!(*last.lock(), None);
     api.set_down(false);
     sleep(seconds(31)).await;
     renew(&api, &["b"], seconds(1)).await;
