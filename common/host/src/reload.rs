@@ -2,7 +2,7 @@
 //!
 //! A [`Reloader`] checks all file sets of a program every [`CHECK_EVERY`]. The files of a set are loaded together,
 //! so that users never see a half of a change. If the changed files cannot be loaded, the last good content stays
-//! in use. Users keep a [`Latest`] and call [`Latest::get`] for each new connection; open connections continue.
+//! in use. A value with limited validity is loaded again before its end. Users keep a [`Latest`] and call [`Latest::get`] for each new connection; open connections continue.
 
 mod metrics;
 
@@ -15,7 +15,7 @@ use std::time::Duration;
 use time::OffsetDateTime;
 use tokio::sync::watch;
 use tokio::task::{JoinError, JoinHandle, spawn_blocking};
-use tokio::time::{MissedTickBehavior, interval, timeout};
+use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -31,6 +31,13 @@ pub const CHECK_EVERY: Duration = Duration::from_secs(1);
 
 /// Time of a check after which the operator is warned.
 const SLOW_CHECK: Duration = Duration::from_secs(30);
+
+/// Time before the end of a value's validity at which its set is loaded again, in seconds.
+const RENEW_BEFORE: i64 = 60;
+
+/// Shortest pause between two loads of unchanged files. A credential plugin may fail, or return credentials that expire
+/// at once.
+const RENEW_PAUSE: Duration = Duration::from_secs(10);
 
 /// Largest file, in bytes. The system's whole CA bundle is about 220 KiB long.
 pub const MAX_BYTES: u64 = 4 << 20;
@@ -58,6 +65,12 @@ pub trait FileSet: Send + 'static {
     /// # Errors
     /// Fails if the files cannot be used.
     fn load(&mut self, contents: &[Vec<u8>]) -> Result<Loaded<Self::Value>, Self::Error>;
+
+    /// Returns the end of the validity of the last loaded value, in Unix seconds; `None` if the value is valid as long as
+    /// its files are unchanged.
+    fn valid_until(&self) -> Option<i64> {
+        None
+    }
 }
 
 /// A loaded value, and the times at which its certificates expire.
@@ -98,10 +111,15 @@ struct Followed<F> {
     follower: FileFollower,
     failures: LogOnce,
     expiry: Expiry,
+    /// End of the validity of the value, in Unix seconds; `None` without a limit.
+    valid_until: Option<i64>,
+    /// Time of the last load, successful or not.
+    loaded: Instant,
     reload: Box<Reload>,
 }
 
-type Reload = dyn FnMut(&mut FileFollower) -> Result<Expiry, String> + Send;
+/// Loads and publishes the value. Returns the expiry of the certificates, and the end of the value's validity.
+type Reload = dyn FnMut(&mut FileFollower) -> Result<(Expiry, Option<i64>), String> + Send;
 
 // === impl Latest ===
 
@@ -157,13 +175,14 @@ impl<F: LabelSet + Send + Sync + 'static> Reloader<F> {
         let loaded = set.load(follower.contents())?;
         self.metrics.start(files, loaded.expiry);
         let (sender, receiver) = watch::channel(loaded.value);
+        let valid_until = set.valid_until();
         let reload = move |follower: &mut FileFollower| {
             let read = add_references(follower, &set);
             read.map_err(|error| error.to_string())?;
             let loaded = set.load(follower.contents());
             let loaded = loaded.map_err(|error| format!("{error:#}"))?;
             sender.send_replace(loaded.value);
-            Ok(loaded.expiry)
+            Ok((loaded.expiry, set.valid_until()))
         };
         self.sets.push(Followed {
             files,
@@ -171,6 +190,8 @@ impl<F: LabelSet + Send + Sync + 'static> Reloader<F> {
             follower,
             failures: LogOnce::default(),
             expiry: loaded.expiry,
+            valid_until,
+            loaded: Instant::now(),
             reload: Box::new(reload),
         });
         Ok(Latest(receiver))
@@ -234,8 +255,16 @@ fn add_references<S: FileSet>(follower: &mut FileFollower, set: &S) -> Result<()
 impl<F: LabelSet> Followed<F> {
     fn check(&mut self, metrics: &FileMetrics<F>) {
         match self.follower.check() {
+            file_follower::Outcome::Same if !self.follower.is_current() => {}
+            file_follower::Outcome::Same if self.is_expiring() => {
+                if self.loaded.elapsed() >= RENEW_PAUSE
+                    && let Err(why) = self.load(metrics)
+                {
+                    self.fail(&why, metrics);
+                }
+            }
             file_follower::Outcome::Same => {
-                if self.follower.is_current() && self.failures.has_recovered() {
+                if self.failures.has_recovered() {
                     metrics.in_use(self.files, true);
                     info!(
                         files = name(self.files),
@@ -243,13 +272,12 @@ impl<F: LabelSet> Followed<F> {
                     );
                 }
             }
-            file_follower::Outcome::Changed => match (self.reload)(&mut self.follower) {
-                Ok(expiry) => self.succeed(expiry, metrics),
-                Err(why) => {
+            file_follower::Outcome::Changed => {
+                if let Err(why) = self.load(metrics) {
                     self.follower.retry();
                     self.fail(&why, metrics);
                 }
-            },
+            }
             file_follower::Outcome::Unreadable { why, .. } => {
                 self.fail(&why, metrics);
                 // A missing reference must not hide a change of the first file, which may drop the reference.
@@ -258,6 +286,19 @@ impl<F: LabelSet> Followed<F> {
                 }
             }
         }
+    }
+
+    fn is_expiring(&self) -> bool {
+        let soon = OffsetDateTime::now_utc().unix_timestamp() + RENEW_BEFORE;
+        self.valid_until.is_some_and(|until| until <= soon)
+    }
+
+    fn load(&mut self, metrics: &FileMetrics<F>) -> Result<(), String> {
+        self.loaded = Instant::now();
+        let (expiry, valid_until) = (self.reload)(&mut self.follower)?;
+        self.valid_until = valid_until;
+        self.succeed(expiry, metrics);
+        Ok(())
     }
 
     fn succeed(&mut self, expiry: Expiry, metrics: &FileMetrics<F>) {

@@ -2,7 +2,8 @@
 //! returns the cause of a client's error.
 //!
 //! A client follows its kubeconfig, and the certificates, keys and token files that the kubeconfig names: the next
-//! request after a change uses the new content. `kube` itself reads the files of the pod's own account again every
+//! request after a change uses the new content. A credential plugin runs again before its client certificate expires.
+//! `kube` itself reads the files of the pod's own account again every
 //! minute.
 
 mod kubeconfig;

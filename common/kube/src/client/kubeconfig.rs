@@ -19,12 +19,16 @@ use super::{Access, connect, without_content};
 /// The account of a kubeconfig file.
 pub(super) struct Account {
     path: PathBuf,
+    /// Expiry of the client certificate of a credential plugin, in Unix seconds; `None` without one. `kube` itself
+    /// renews the tokens of plugins.
+    valid_until: Option<i64>,
 }
 
 impl Account {
     pub(super) fn new(path: &Path) -> Self {
         Self {
             path: path.to_owned(),
+            valid_until: None,
         }
     }
 
@@ -115,7 +119,14 @@ impl FileSet for Account {
 
     fn load(&mut self, _contents: &[Vec<u8>]) -> anyhow::Result<Loaded<Access>> {
         let named = || format!("--kubeconfig {}", self.path.display());
-        self.access().with_context(named)
+        let loaded = self.access().with_context(named)?;
+        let valid_until = loaded.value.client.valid_until();
+        self.valid_until = valid_until.as_ref().map(|until| until.as_second());
+        Ok(loaded)
+    }
+
+    fn valid_until(&self) -> Option<i64> {
+        self.valid_until
     }
 }
 

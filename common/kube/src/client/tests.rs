@@ -3,8 +3,11 @@
 use std::sync::Arc;
 
 use culvert_host::telemetry::metrics::Registry;
+use k8s_openapi::jiff::{SignedDuration, Timestamp};
+use serde_json::json;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpListener;
+use tokio::time::advance;
 
 use super::*;
 
@@ -275,4 +278,78 @@ async fn watches_that_end_at_once_are_started_once_per_second() {
     send("/api/v1/nodes").await;
     send("/api/v1/pods?watch=true").await;
     assert_eq!(started.elapsed(), 4 * WATCH_GAP);
+}
+
+#[tokio::test(start_paused = true)]
+async fn credential_plugin_runs_again_before_its_certificate_expires() {
+    let pair = rcgen::generate_simple_self_signed(["u".to_owned()]).unwrap();
+    let credential = |valid: i64| {
+        let expiry = Timestamp::now() + SignedDuration::from_secs(valid);
+        let status = json!({
+            "clientCertificateData": pair.cert.pem(),
+            "clientKeyData": pair.signing_key.serialize_pem(),
+            "expirationTimestamp": expiry.to_string(),
+        });
+        let api = "client.authentication.k8s.io/v1";
+        json!({"apiVersion": api, "kind": "ExecCredential", "status": status}).to_string()
+    };
+    let pause = Duration::from_secs(10);
+    let proxy = ", proxy-url: 'http://127.0.0.1:1'";
+    for (valid, proxy) in [(30, ""), (-30, ""), (30, proxy)] {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        let script = format!(
+            "cd {} && echo run >> runs && cat credential",
+            dir.path().display()
+        );
+        let api = "client.authentication.k8s.io/v1";
+        let user = format!(
+            "{{exec: {{apiVersion: {api}, command: sh, args: [-c, '{script}'], interactiveMode: Never}}}}"
+        );
+        let cluster = format!("{{server: 'https://127.0.0.1:1'{proxy}}}");
+        std::fs::write(path("kubeconfig"), kubeconfig(&cluster, &user)).unwrap();
+        std::fs::write(path("credential"), credential(valid)).unwrap();
+        let (mut reloader, registry) = reloader();
+        let kubeconfig = path("kubeconfig");
+        client(Some(&kubeconfig), &mut reloader, Files::Kubeconfig)
+            .await
+            .unwrap();
+        // `kube` runs the plugin several times for one client.
+        let has_run = || std::fs::remove_file(path("runs")).is_ok();
+        let shows = |ok: u32, failed: u32, in_use: u32| {
+            let page = registry.render();
+            for line in [
+                format!("culvert_reloads_total{{files=\"kubeconfig\",result=\"ok\"}} {ok}"),
+                format!("culvert_reloads_total{{files=\"kubeconfig\",result=\"failed\"}} {failed}"),
+                format!("culvert_last_reload_successful{{files=\"kubeconfig\"}} {in_use}"),
+            ] {
+                assert!(page.contains(&line), "{line} in {page}");
+            }
+        };
+        assert!(has_run());
+        // A plugin with short certificates runs only after a pause.
+        reloader.check();
+        assert!(!has_run());
+        advance(pause).await;
+        reloader.check();
+        assert!(has_run());
+        shows(1, 0, 1);
+        std::fs::remove_file(path("credential")).unwrap();
+        for _ in 0..2 {
+            advance(pause).await;
+            reloader.check();
+            assert!(has_run());
+            reloader.check();
+            assert!(!has_run());
+            shows(1, 1, 0);
+        }
+        std::fs::write(path("credential"), credential(3600)).unwrap();
+        advance(pause).await;
+        reloader.check();
+        assert!(has_run());
+        shows(2, 1, 1);
+        advance(pause).await;
+        reloader.check();
+        assert!(!has_run());
+    }
 }
