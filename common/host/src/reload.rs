@@ -2,7 +2,8 @@
 //!
 //! A [`Reloader`] checks all file sets of a program every [`CHECK_EVERY`]. The files of a set are loaded together,
 //! so that users never see a half of a change. If the changed files cannot be loaded, the last good content stays
-//! in use. A value with limited validity is loaded again before its end. Users keep a [`Latest`] and call [`Latest::get`] for each new connection; open connections continue.
+//! in use. A value with limited validity is loaded again before its end. Users keep a [`Latest`] and call
+//! [`Latest::get`] for each new connection; open connections continue.
 
 mod metrics;
 

@@ -3,8 +3,7 @@
 //!
 //! A client follows its kubeconfig, and the certificates, keys and token files that the kubeconfig names: the next
 //! request after a change uses the new content. A credential plugin runs again before its client certificate expires.
-//! `kube` itself reads the files of the pod's own account again every
-//! minute.
+//! `kube` itself reads the files of the pod's own account again every minute.
 
 mod kubeconfig;
 mod proxied;
