@@ -60,7 +60,7 @@ pub struct Exposure {
      \"SNI,Tunneling\", or \"true\" alone, which means NodePort"
 )]
 pub struct ExposureError {
-    /// The first wrong entry, trimmed and shortened.
+    /// The first wrong entry with the blanks around it, shortened.
     pub entry: String,
 }
 
@@ -197,8 +197,8 @@ impl Exposure {
             exposure.node_port = true;
             return Ok(exposure);
         }
-        for entry in value.split(',').map(str::trim) {
-            match entry {
+        for entry in value.split(',') {
+            match entry.trim() {
                 "NodePort" => exposure.node_port = true,
                 "SNI" => exposure.sni = true,
                 "Tunneling" => exposure.tunneling = true,

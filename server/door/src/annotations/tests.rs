@@ -33,9 +33,10 @@ fn one_wrong_entry_invalidates_the_value_and_is_reported() {
         ("Tunneling SNI", "Tunneling SNI"),
         ("True", "True"),
         ("tru", "tru"),
-        (" true", "true"),
+        (" true", " true"),
+        ("true ", "true "),
         ("SNI,true", "true"),
-        ("SNI, sni", "sni"),
+        ("SNI, sni", " sni"),
         ("NodePort,", ""),
     ] {
         let error = Exposure::parse(value).unwrap_err();
