@@ -34,6 +34,13 @@ use super::table::Table;
 /// Time to collect changes before they are applied together: a rollout changes many slices at once.
 const COLLECT: Duration = Duration::from_millis(20);
 
+/// Pause after a computation of the routes, as a multiple of its duration: the thread also accepts connections,
+/// and the computations may use at most a fifth of its time.
+const REST: u32 = 4;
+
+/// Longest pause after a computation. The duration includes times in which the process was suspended.
+const MAX_REST: Duration = Duration::from_secs(2);
+
 /// Label of an EndpointSlice with the name of its Service.
 const SERVICE_LABEL: &str = "kubernetes.io/service-name";
 
@@ -47,7 +54,7 @@ pub(crate) struct Discovery {
     slices: ObjectCache<Slice>,
     /// Reports Services to the balancer; `None` if the proxy does not update the load balancer.
     reporter: Option<Reporter>,
-    /// Problems already logged.
+    /// Problems already logged, sorted.
     problems: Vec<String>,
 }
 
@@ -98,6 +105,8 @@ impl Discovery {
         )));
         // Time at which the collected changes are applied.
         let mut due: Option<Instant> = None;
+        // Start and end of the last computation.
+        let mut last = [Instant::now(); 2];
         loop {
             let changed = tokio::select! {
                 Some(event) = services.next() => {
@@ -107,7 +116,9 @@ impl Discovery {
                 Some(event) = slices.next() => self.take_slice(event),
                 () = sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {
                     due = None;
+                    let begun = Instant::now();
                     self.apply();
+                    last = [begun, Instant::now()];
                     changes.send_modify(|count| *count += 1);
                     false
                 }
@@ -120,7 +131,7 @@ impl Discovery {
                 false => SourceState::Unreadable,
             };
             if changed && synced {
-                due.get_or_insert(Instant::now() + COLLECT);
+                due.get_or_insert_with(|| next_computation(Instant::now(), last));
             }
         }
     }
@@ -166,12 +177,18 @@ impl Discovery {
             self.metrics.applied.increment(1);
             info!(?change, "routes changed");
         }
-        let is_new = |problem: &&String| !self.problems.contains(problem);
+        let is_new = |problem: &&String| self.problems.binary_search(problem).is_err();
         for problem in problems.iter().filter(is_new) {
             warn!("{problem}");
         }
         self.problems = problems;
     }
+}
+
+/// Returns the time to apply a change. `last` has start and end of the last computation.
+fn next_computation(changed: Instant, [begun, ended]: [Instant; 2]) -> Instant {
+    let rest = ended.duration_since(begun).saturating_mul(REST);
+    (changed + COLLECT).max(ended + rest.min(MAX_REST))
 }
 
 /// Returns the API for one kind of object, in one namespace or in all.

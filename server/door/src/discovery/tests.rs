@@ -96,6 +96,27 @@ async fn services_that_are_not_exposed_are_not_stored_and_change_nothing() {
 }
 
 #[test]
+fn computations_use_at_most_a_fifth_of_the_time() {
+    let begun = Instant::now();
+    let ms = Duration::from_millis;
+    for (took, changed_after, due_after) in [
+        (0, 0, 20),
+        (5, 0, 20),
+        (35, 0, 140),
+        (35, 100, 140),
+        (35, 120, 140),
+        (35, 121, 141),
+        (35, 5_000, 5_020),
+        // The process was suspended.
+        (3_600_000, 0, 2_000),
+    ] {
+        let ended = begun + ms(took);
+        let due = next_computation(ended + ms(changed_after), [begun, ended]);
+        assert_eq!(due - ended, ms(due_after), "{took}, {changed_after}");
+    }
+}
+
+#[test]
 fn slice_keeps_only_tcp_ports_and_addresses_of_ready_endpoints() {
     let object = json!({
         "metadata": {"namespace": "demo", "labels": {SERVICE_LABEL: "api"}},
