@@ -1,11 +1,13 @@
 //! The ports of the load balancer's Service: one replica of several keeps them current, even if the API fails.
 
+use std::io::ErrorKind;
 use std::time::Duration;
 
 use culvert_tests::eventually;
 use culvert_tests::kube_api::{Fault, KubeApi, Recorded, ServiceBuilder, service};
 use culvert_tests::process::Signal;
 use serde_json::{Value, json};
+use tokio::net::TcpStream;
 
 use crate::support::{Door, LIMIT};
 
@@ -206,8 +208,9 @@ async fn ports_follow_services_and_other_fields_stay_unchanged() {
 #[tokio::test]
 async fn arguments_of_lb_updater_keep_the_ports_current_without_a_lease() {
     let api = KubeApi::start().await;
-    // The account of the stock program has no access to leases.
+    // The account of the stock program has no access to leases, and before KKP 2.30 none to EndpointSlices.
     api.fault(Fault::status(403).on("/leases"));
+    api.fault(Fault::status(403).on("/endpointslices"));
     api.put("services", balancer());
     api.put("services", exposed("cluster-a", "old", 30001));
     let flags = ["-lb-namespace=kubermatic", "-lb-name=nodeport-proxy"];
@@ -218,6 +221,14 @@ async fn arguments_of_lb_updater_keep_the_ports_current_without_a_lease() {
     api.delete("services", "cluster-a", "old");
     comes_to_have(&api, fixed.to_vec()).await;
     assert_eq!(lease_requests(&api), 0);
+    door.is_ready().await;
+    let requests = api.requests();
+    let slices = requests.iter().find(|it| it.path.contains("slices"));
+    assert_eq!(slices, None);
+    for listener in [door.sni, door.tunneling] {
+        let error = TcpStream::connect(listener).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::ConnectionRefused);
+    }
 }
 
 #[tokio::test]

@@ -82,6 +82,8 @@ pub struct Cluster {
 /// The Service to update, and its ports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BalancerConfig {
+    /// True if the process only updates the Service, and serves no connections.
+    pub only: bool,
     /// Namespace of the Service and of the lease.
     pub namespace: String,
     /// Name of the Service. The lease has the same name plus the suffix `-updater`.
@@ -235,6 +237,7 @@ impl BalancerConfig {
     fn describe(&self) -> Vec<String> {
         let mut lines = vec![
             format!("update-loadbalancer={}/{}", self.namespace, self.name),
+            format!("update-loadbalancer-only={}", self.only),
             format!("namespaced={}", self.options.namespace.is_some()),
             format!("leader-elect={}", self.election.is_some()),
         ];

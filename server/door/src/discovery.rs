@@ -1,5 +1,6 @@
 //! The routes from the Kubernetes API: watches Services and EndpointSlices, and computes new routes after
-//! each relevant change. While the API is unreachable, the last routes stay in force.
+//! each relevant change. While the API is unreachable, the last routes stay in force. A process that only
+//! updates the load balancer watches Services alone, and computes no routes.
 //!
 //! Only exposed Services are stored, but all EndpointSlices are: if a Service is annotated later, the watch
 //! does not report its slices again.
@@ -54,6 +55,8 @@ pub(crate) struct Discovery {
     slices: ObjectCache<Slice>,
     /// Reports Services to the balancer; `None` if the proxy does not update the load balancer.
     reporter: Option<Reporter>,
+    /// False if the process only updates the load balancer.
+    has_routes: bool,
     /// Problems already logged, sorted.
     problems: Vec<String>,
 }
@@ -72,7 +75,9 @@ impl Discovery {
         let from_env = || first_kubeconfig(&std::env::var_os("KUBECONFIG")?);
         let kubeconfig: Option<PathBuf> = cluster.kubeconfig.clone().or_else(from_env);
         let client = client(kubeconfig.as_deref(), reloader, Files::Kubeconfig).await?;
+        let balancer = cluster.balancer.as_ref();
         Ok(Self {
+            has_routes: balancer.is_none_or(|balancer| !balancer.only),
             client,
             cluster,
             table,
@@ -113,7 +118,7 @@ impl Discovery {
                     self.report(&event);
                     self.take_service(event)
                 }
-                Some(event) = slices.next() => self.take_slice(event),
+                Some(event) = slices.next(), if self.has_routes => self.take_slice(event),
                 () = sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {
                     due = None;
                     let begun = Instant::now();
@@ -124,7 +129,7 @@ impl Discovery {
                 }
                 () = stop.cancelled() => return,
             };
-            let synced = self.services.is_synced() && self.slices.is_synced();
+            let synced = self.is_synced();
             let up = synced && self.services.is_up() && self.slices.is_up();
             *self.metrics.source.lock() = match up {
                 true => SourceState::Good,
@@ -134,6 +139,10 @@ impl Discovery {
                 due.get_or_insert_with(|| next_computation(Instant::now(), last));
             }
         }
+    }
+
+    fn is_synced(&self) -> bool {
+        self.services.is_synced() && (self.slices.is_synced() || !self.has_routes)
     }
 
     /// Stores a Service event; returns true if the routes must be computed again.
@@ -164,14 +173,20 @@ impl Discovery {
     }
 
     fn apply(&mut self) {
+        if self.has_routes {
+            self.apply_routes();
+        }
+        if let Some(reporter) = &self.reporter {
+            reporter.services(self.services.values());
+        }
+        self.metrics.synced.store(true, Ordering::Relaxed);
+    }
+
+    fn apply_routes(&mut self) {
         let (services, slices) = (&self.services, &self.slices);
         let options = &self.cluster.options;
         let (routes, problems) = expose(services.values(), slices.values(), options);
         let change = self.table.apply(routes);
-        if let Some(reporter) = &self.reporter {
-            reporter.services(services.values());
-        }
-        self.metrics.synced.store(true, Ordering::Relaxed);
         self.metrics.problems.set(problems.len() as f64);
         if change != Default::default() {
             self.metrics.applied.increment(1);

@@ -27,7 +27,6 @@
 
 {{/* Arguments of the program that maintains the Service's ports. */}}
 {{- define "culvert-door.balancerArgs" -}}
-- --update-loadbalancer=true
 - --lb-namespace={{ .Release.Namespace }}
 - --lb-name={{ include "culvert-door.service" . }}
 {{- if eq .Values.scope "cluster" }}
@@ -62,7 +61,7 @@
     (printf "--max-connections=%d" (int $v.maxConnections))
     (printf "--drain-timeout=%ds" (sub (int $v.terminationGracePeriodSeconds) 5))) }}
 {{- if eq $v.updater "replica" }}
-{{- $args = concat $args (fromYamlArray (include "culvert-door.balancerArgs" .)) }}
+{{- $args = concat $args (list "--update-loadbalancer=true") (fromYamlArray (include "culvert-door.balancerArgs" .)) }}
 {{- end }}
 {{- toYaml (concat $args $v.extraArgs) }}
 {{- end }}

@@ -239,6 +239,7 @@ impl Flags {
         let tunneling_port = tunneling.as_ref().map_or(0, |it| it.bind.port);
         let ports = [sni, sni_quic, tunneling_port, stats];
         let balancer = self.balancer.config(p, source, ports);
+        let has_routes = balancer.as_ref().is_none_or(|balancer| !balancer.only);
         let max = self.operations.max_connections;
         p.require(max > 0, || {
             format!("--max-connections must be greater than 0, got {max}")
@@ -273,9 +274,9 @@ impl Flags {
         let warnings = problems.finish()?;
         Ok(Config {
             source,
-            sni: (sni != 0).then(|| HostPort::new(host, sni)),
-            sni_quic: (sni_quic != 0).then(|| HostPort::new(host, sni_quic)),
-            tunneling,
+            sni: (has_routes && sni != 0).then(|| HostPort::new(host, sni)),
+            sni_quic: (has_routes && sni_quic != 0).then(|| HostPort::new(host, sni_quic)),
+            tunneling: tunneling.filter(|_| has_routes),
             proxies,
             stats: HostPort::new(host, stats),
             admin: (admin != 0).then(|| HostPort::new("127.0.0.1", admin)),

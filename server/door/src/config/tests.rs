@@ -218,6 +218,41 @@ fn arguments_of_lb_updater_start_its_work_without_a_lease() {
 }
 
 #[test]
+fn process_that_only_updates_has_no_listeners_for_connections() {
+    let ports = [
+        "-envoy-sni-port=6443",
+        "-sni-quic-port=6443",
+        "-envoy-tunneling-port=8088",
+    ];
+    for (flag, only) in [
+        ("-update-loadbalancer=only", true),
+        ("-lb-name=a", true),
+        ("-update-loadbalancer", false),
+        ("-update-loadbalancer=true", false),
+    ] {
+        let line = [&[flag], &ports[..]].concat();
+        let config = read(&line).unwrap();
+        let listens = [
+            config.sni.is_some(),
+            config.sni_quic.is_some(),
+            config.tunneling.is_some(),
+        ];
+        assert_eq!(listens, [!only; 3], "{flag}");
+        let (balancer, _) = balancer(&line);
+        assert_eq!(balancer.only, only, "{flag}");
+        assert_eq!(balancer.election.is_none(), only, "{flag}");
+        let options = &balancer.options;
+        let ports = (
+            options.sni_port,
+            options.sni_quic_port,
+            options.tunneling_port,
+        );
+        assert_eq!(ports, (6443, 6443, 8088), "{flag}");
+    }
+    assert!(read(&["-update-loadbalancer=alone"]).is_err());
+}
+
+#[test]
 fn leader_election_can_be_set_for_both_ways_of_updating() {
     for (line, elects) in [
         (&["-update-loadbalancer", "-leader-elect=false"][..], false),

@@ -2,7 +2,7 @@
 //! election.
 
 use clap::Args;
-use culvert_host::flags::values::go_bool;
+use culvert_host::flags::values::{ValueError, go_bool};
 use culvert_host::flags::{GoDuration, Problems};
 use culvert_kube::election::Times;
 
@@ -16,14 +16,15 @@ const LB_NAMESPACE: &str = "nodeport-proxy";
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Load balancer")]
 pub(super) struct BalancerFlags {
-    /// Keep the ports of the LoadBalancer Service in front of the proxy up to date. Without a value for this flag,
-    /// --lb-name, --lb-namespace and --namespaced imply it, without a Lease, as in KKP's lb-updater
-    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true,
-          default_missing_value = "true", value_parser = go_bool)]
-    update_loadbalancer: Option<bool>,
+    /// Keep the ports of the LoadBalancer Service in front of the proxy up to date; with "only", do nothing
+    /// else, as KKP's lb-updater: no Lease, no listeners for connections. Without this flag, --lb-name,
+    /// --lb-namespace and --namespaced imply "only"
+    #[arg(long, value_name = "BOOL|only", num_args = 0..=1, require_equals = true,
+          default_missing_value = "true", value_parser = work)]
+    update_loadbalancer: Option<Work>,
 
     /// Let one of several replicas update the Service, elected with a Lease. Default: true with
-    /// --update-loadbalancer, otherwise false
+    /// --update-loadbalancer=true, otherwise false
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true,
           default_missing_value = "true", value_parser = go_bool)]
     leader_elect: Option<bool>,
@@ -36,7 +37,7 @@ pub(super) struct BalancerFlags {
     #[arg(long, value_name = "NAMESPACE", default_value = LB_NAMESPACE)]
     lb_namespace: String,
 
-    /// Give ports only to Services in --lb-namespace. Without --update-loadbalancer, watch only this namespace
+    /// Give ports only to Services in --lb-namespace. Without --update-loadbalancer=true, watch only this namespace
     #[arg(long)]
     namespaced: bool,
 
@@ -53,6 +54,25 @@ pub(super) struct BalancerFlags {
     leader_elect_retry_period: GoDuration,
 }
 
+/// The work of this process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Work {
+    Routes,
+    RoutesAndBalancer,
+    Balancer,
+}
+
+/// Parses the value of `--update-loadbalancer`.
+fn work(text: &str) -> Result<Work, ValueError> {
+    if text == "only" {
+        return Ok(Work::Balancer);
+    }
+    go_bool(text).map(|updates| match updates {
+        true => Work::RoutesAndBalancer,
+        false => Work::Routes,
+    })
+}
+
 impl BalancerFlags {
     /// Converts the flags, together with the flags of the source and the ports for server names, QUIC, CONNECT
     /// and health. `None` without `--update-loadbalancer`.
@@ -63,7 +83,8 @@ impl BalancerFlags {
         [sni_port, sni_quic_port, tunneling_port, stats_port]: [u16; 4],
     ) -> Option<Box<BalancerConfig>> {
         let times = self.times(p);
-        if !self.update_loadbalancer.unwrap_or(self.is_lb_updater()) {
+        let work = self.work();
+        if work == Work::Routes {
             if self.is_lb_updater() || self.leader_elect.is_some() || times != Times::default() {
                 p.warn(
                     "--lb-name, --lb-namespace, --namespaced and --leader-elect... have no effect \
@@ -72,8 +93,8 @@ impl BalancerFlags {
             }
             return None;
         }
-        let elects = self.leader_elect.or(self.update_loadbalancer);
-        let election = elects.unwrap_or_default().then_some(times);
+        let elects = self.leader_elect.unwrap_or(work == Work::RoutesAndBalancer);
+        let election = elects.then_some(times);
         if election.is_none() && times != Times::default() {
             p.warn("--leader-elect-... have no effect without --leader-elect");
         }
@@ -97,6 +118,7 @@ impl BalancerFlags {
                 .to_owned()
         });
         Some(Box::new(BalancerConfig {
+            only: work == Work::Balancer,
             namespace: namespace.clone(),
             name: self.lb_name.clone(),
             options: BalancerOptions {
@@ -114,8 +136,16 @@ impl BalancerFlags {
     /// Returns the namespace to watch without `--namespace`. The stock lb-updater with `--namespaced` may only list
     /// the Services of one namespace.
     pub(super) fn namespace(&self) -> Option<&str> {
-        let is_lb_updater = self.update_loadbalancer.is_none() && self.namespaced;
-        is_lb_updater.then_some(self.lb_namespace.as_str())
+        let is_alone = self.work() == Work::Balancer && self.namespaced;
+        is_alone.then_some(self.lb_namespace.as_str())
+    }
+
+    fn work(&self) -> Work {
+        let implied = match self.is_lb_updater() {
+            true => Work::Balancer,
+            false => Work::Routes,
+        };
+        self.update_loadbalancer.unwrap_or(implied)
     }
 
     /// True if a flag of the stock lb-updater is set. The flags of the ports belong to both programs.
