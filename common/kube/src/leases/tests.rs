@@ -277,14 +277,23 @@ async fn only_unrenewed_leases_are_deleted() {
     assert_eq!(deleted.load(Ordering::Relaxed), 2);
 }
 
+/// Reports of a collector.
+type Reports = Arc<Mutex<Vec<Option<usize>>>>;
+
+/// Starts a collector. Returns its reports so far, and its task.
+fn collected(api: &Fake) -> (Reports, JoinHandle<()>) {
+    let reports = Arc::new(Mutex::new(Vec::new()));
+    let (labels, own) = (LABEL.to_owned(), OWN.to_owned());
+    let collector = Collector::new(api.client(), "n", labels, own, Counter::noop());
+    let reported = reports.clone();
+    let run = collector.run(move |count| reported.lock().push(count));
+    (reports, tokio::spawn(run))
+}
+
 #[tokio::test(start_paused = true)]
 async fn server_counts_without_its_lease_and_counts_nothing_without_live_leases() {
     let api = Fake::new();
-    let counts = Arc::new(Mutex::new(Vec::new()));
-    let (labels, own) = (LABEL.to_owned(), OWN.to_owned());
-    let collector = Collector::new(api.client(), "n", labels, own, Counter::noop());
-    let reported = counts.clone();
-    let _task = tokio::spawn(collector.run(move |count| reported.lock().push(count)));
+    let (counts, _task) = collected(&api);
     sleep(seconds(100)).await;
     assert!(counts.lock().is_empty());
     renew(&api, &["b", "c"], seconds(20)).await;
@@ -302,11 +311,7 @@ async fn server_counts_without_its_lease_and_counts_nothing_without_live_leases(
 #[tokio::test(start_paused = true)]
 async fn number_of_a_server_is_unknown_once_lists_fail_for_longer_than_a_lease() {
     let api = Fake::new();
-    let counts = Arc::new(Mutex::new(Vec::new()));
-    let (labels, own) = (LABEL.to_owned(), OWN.to_owned());
-    let collector = Collector::new(api.client(), "n", labels, own, Counter::noop());
-    let reported = counts.clone();
-    let _task = tokio::spawn(collector.run(move |count| reported.lock().push(count)));
+    let (counts, _task) = collected(&api);
     renew(&api, &[OWN, "b"], seconds(20)).await;
     assert_eq!(*counts.lock(), [Some(2); 2]);
     for _ in 0..10 {
