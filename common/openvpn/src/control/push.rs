@@ -5,6 +5,8 @@ mod options;
 #[cfg(test)]
 mod tests;
 
+use std::time::Duration;
+
 pub use options::{Ifconfig, OURS, PushOptions, Topology};
 
 /// Longest text to be sent, in bytes without the NUL. Stock's buffers have 1024 bytes.
@@ -74,6 +76,14 @@ pub fn build<T: AsRef<str>>(
     }
     texts.push(text);
     Ok(texts)
+}
+
+/// Returns the interval of the last `ping` option, where zero disables pings. `None` if no option sets the
+/// interval.
+pub fn ping(options: &[String]) -> Option<Duration> {
+    let is_ping = |option: &&String| option.split_whitespace().next() == Some("ping");
+    let option = options.iter().rev().find(is_ping)?;
+    PushOptions::parse(option).ok()?.ping
 }
 
 /// Joins the texts of one configuration.

@@ -26,7 +26,7 @@ pub struct Timers {
     /// pushes a value.
     pub ping: Option<Duration>,
     /// `ping-restart`: time without input after which the session ends. A server usually uses twice the
-    /// pushed value.
+    /// pushed value. A server waits at least three times the pushed `ping`, and forever after a pushed `ping 0`.
     pub ping_restart: Option<Duration>,
 }
 

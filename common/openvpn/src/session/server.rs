@@ -24,6 +24,9 @@ use crate::tls::PeerIdentity;
 /// Shortest pause between two answers to requests for the options.
 const PUSH_AGAIN: Duration = Duration::from_secs(5);
 
+/// Smallest `ping_restart` of a session, in ping intervals of its client.
+const MISSED_PINGS: u32 = 3;
+
 /// Server's state about its client.
 #[derive(Default)]
 pub(super) struct Client {
@@ -213,8 +216,12 @@ impl Session {
         }
         self.reply = texts;
         let timers = config.common.timers;
-        self.clocks
-            .established(timers.ping, timers.ping_restart, now);
+        let ping_restart = match push::ping(&all) {
+            Some(ping) if ping.is_zero() => None,
+            Some(ping) => timers.ping_restart.map(|own| own.max(MISSED_PINGS * ping)),
+            None => timers.ping_restart,
+        };
+        self.clocks.established(timers.ping, ping_restart, now);
         let identity = self.client.identity.clone();
         self.establish(agreed, identity, all, None, now);
     }

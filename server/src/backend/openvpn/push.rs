@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use culvert_openvpn::control::push;
 use culvert_openvpn::options::Transport;
 use ipnet::Ipv4Net;
 
@@ -51,14 +52,7 @@ pub(super) fn for_client(
 
 /// Returns the ping interval from a client's pushed options; `None` if the client sends no pings.
 pub(super) fn ping(options: &[String]) -> Option<Duration> {
-    let mut seconds = options.iter().filter_map(|option| {
-        let seconds = option.strip_prefix("ping ")?.trim();
-        seconds.parse().ok()
-    });
-    seconds
-        .next_back()
-        .filter(|&s| s > 0)
-        .map(Duration::from_secs)
+    push::ping(options).filter(|ping| !ping.is_zero())
 }
 
 /// Returns the network of a pushed `route`.

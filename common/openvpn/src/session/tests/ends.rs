@@ -197,6 +197,31 @@ fn pings_keep_a_session_and_silence_ends_it() {
     }
 }
 
+/// An idle client sends only pings, so a session must outlive the pause between two pings of its client.
+#[test]
+fn server_waits_for_three_pings_of_its_client() {
+    for (pushed, own, expected) in [
+        ("ping 60", Some(60), Some(180)),
+        ("ping 0", Some(60), None),
+        ("ping 5", Some(60), Some(60)),
+        ("ping 60", None, None),
+        ("ping-restart 300", Some(60), Some(60)),
+    ] {
+        let mut server = server_config(Transport::Udp);
+        server.common.timers.ping_restart = own.map(Duration::from_secs);
+        let mut sim = Sim::new(client_config(Transport::Udp), server, CLEAN, 1);
+        sim.accept = false;
+        sim.run(Duration::from_secs(1));
+        let (now, options) = (sim.now, vec![pushed.to_owned()]);
+        sim.server.session.accept(Push { options }, now).unwrap();
+        sim.connect();
+        sim.net.loss = 1.0;
+        sim.run(Duration::from_secs(200));
+        let ended = expected.map(|seconds| Ended::PingTimeout(Duration::from_secs(seconds)));
+        assert_eq!(sim.server.ended(), ended.as_ref(), "{pushed}, {own:?}");
+    }
+}
+
 #[test]
 fn default_ping_restart_is_two_minutes_over_udp() {
     let mut sim = established(Transport::Udp);
