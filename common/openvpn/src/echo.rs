@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 use std::net::Ipv4Addr;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::ip::{self, Icmp, Packet, Segment, Sum, flags, kind, protocol};
 use crate::rate::RateLimit;
@@ -39,7 +39,7 @@ impl Replies {
             waiting: VecDeque::new(),
             spare: Vec::new(),
             bytes: 0,
-            limit: RateLimit::new(RATE, BURST, now),
+            limit: RateLimit::new(Duration::from_secs(1) / RATE, BURST, now),
             suppressed: 0,
         }
     }

@@ -19,7 +19,7 @@ mod tests;
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
 
@@ -136,7 +136,7 @@ impl Hub {
             live: 0,
             half_open: VecDeque::new(),
             waiting: VecDeque::new(),
-            starts: RateLimit::new(RATE, BURST, now),
+            starts: RateLimit::new(Duration::from_secs(1) / RATE, BURST, now),
             by_client: HashMap::new(),
             by_address: HashMap::new(),
             timers: BTreeSet::new(),

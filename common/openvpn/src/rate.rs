@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 /// Token bucket: each event takes a token.
 #[derive(Debug)]
 pub(crate) struct RateLimit {
-    /// Tokens added per second.
-    rate: u32,
+    /// Time in which one token is added.
+    interval: Duration,
     /// Largest number of tokens.
     burst: u32,
     left: u32,
@@ -15,10 +15,10 @@ pub(crate) struct RateLimit {
 }
 
 impl RateLimit {
-    /// Creates a full bucket of `burst` tokens, which gains `rate` tokens per second. Both must be at least 1.
-    pub(crate) fn new(rate: u32, burst: u32, now: Instant) -> Self {
+    /// Creates a full bucket of `burst` tokens, at least 1, which gains a token per `interval`.
+    pub(crate) fn new(interval: Duration, burst: u32, now: Instant) -> Self {
         Self {
-            rate,
+            interval,
             burst,
             left: burst,
             since: now,
@@ -28,14 +28,14 @@ impl RateLimit {
     /// Takes a token. Returns false if none is left.
     pub(crate) fn allows(&mut self, now: Instant) -> bool {
         let passed = now.saturating_duration_since(self.since);
-        let earned = passed.as_micros() * u128::from(self.rate) / 1_000_000;
+        let earned = passed.as_nanos() / self.interval.as_nanos().max(1);
         if earned > 0 {
             let earned = u32::try_from(earned).unwrap_or(u32::MAX);
             self.left = self.left.saturating_add(earned).min(self.burst);
             self.since = if self.left == self.burst {
                 now
             } else {
-                self.since + Duration::from_secs(1) * earned / self.rate
+                self.since + self.interval * earned
             };
         }
         let some = self.left > 0;
@@ -45,9 +45,8 @@ impl RateLimit {
 
     /// Returns the time from which [`allows`](Self::allows) returns true; may be in the past.
     pub(crate) fn next(&self) -> Instant {
-        let pause = Duration::from_secs(1) / self.rate;
         match self.left {
-            0 => self.since + pause,
+            0 => self.since + self.interval,
             _ => self.since,
         }
     }
@@ -60,7 +59,7 @@ mod tests {
     #[test]
     fn burst_is_followed_by_one_event_per_interval() {
         let start = Instant::now();
-        let mut limit = RateLimit::new(100, 3, start);
+        let mut limit = RateLimit::new(Duration::from_millis(10), 3, start);
         let taken = |limit: &mut RateLimit, now| (0..10).filter(|_| limit.allows(now)).count();
         assert_eq!(taken(&mut limit, start), 3);
         let next = limit.next();

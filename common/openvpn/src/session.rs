@@ -36,6 +36,7 @@ use crate::framing;
 use crate::negotiation::Negotiation;
 use crate::packet::{DataHeader, KeyId, SessionId};
 use crate::payload::{EXIT, PING, Payload};
+use crate::rate::RateLimit;
 use crate::replay::ReplayError;
 use crate::wrap::Wrap;
 
@@ -51,6 +52,10 @@ use timers::Clocks;
 
 /// Longest time after the end of a session for which remaining messages are repeated.
 const LINGER: Duration = Duration::from_secs(5);
+
+/// Number of texts for the log after a pause, and the time in which another text is allowed.
+const NOTICE_BURST: u32 = 5;
+const NOTICE_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Options that the server pushes to an accepted client. Each option is one string as in a config file
 /// (`route 10.20.0.1`, `topology net30`, `ifconfig 10.20.0.6 10.20.0.5`, `ping 5`), without commas. The
@@ -125,6 +130,8 @@ pub struct Session {
     /// Texts to be sent after the renegotiation.
     texts: VecDeque<String>,
     events: VecDeque<Event>,
+    /// Limit of [`Event::Notice`].
+    notices: RateLimit,
     clocks: Clocks,
     ended: Option<End>,
     stats: Stats,
@@ -188,6 +195,7 @@ impl Session {
             reply: Vec::new(),
             texts: VecDeque::new(),
             events: VecDeque::new(),
+            notices: RateLimit::new(NOTICE_INTERVAL, NOTICE_BURST, now),
             clocks,
             ended: None,
             stats: Stats::default(),

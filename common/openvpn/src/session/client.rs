@@ -152,7 +152,7 @@ impl Session {
             }
             Message::Halt(reason) => self.end(Ended::Halt(reason.into()), now),
             Message::Exit => self.end(Ended::PeerExit, now),
-            _ => self.peer_notice(text),
+            _ => self.peer_notice(text, now),
         }
     }
 
@@ -232,14 +232,14 @@ impl Session {
     }
 
     /// Queues the beginning of a peer's text for the log.
-    pub(super) fn peer_notice(&mut self, text: &str) {
+    pub(super) fn peer_notice(&mut self, text: &str, now: Instant) {
         let beginning: String = text.chars().take(MAX_PEER_NOTICE).collect();
-        self.notice(&beginning);
+        self.notice(&beginning, now);
     }
 
-    /// Queues a text for the log. A text is dropped if too many events are queued.
-    pub(super) fn notice(&mut self, text: &str) {
-        if self.events.len() < 16 && !text.is_empty() {
+    /// Queues a text for the log. The rate is limited, because the peer causes most texts.
+    pub(super) fn notice(&mut self, text: &str, now: Instant) {
+        if !text.is_empty() && self.notices.allows(now) {
             self.events.push_back(Event::Notice(text.to_owned()));
         }
     }

@@ -185,7 +185,7 @@ impl Session {
             Step::Text(text) => match Message::parse(&text) {
                 Message::PushRequest => self.push_requested(now),
                 Message::Exit => self.end(Ended::PeerExit, now),
-                _ => self.peer_notice(&text),
+                _ => self.peer_notice(&text, now),
             },
         }
     }
@@ -295,7 +295,7 @@ impl Session {
             _ if !(forged && spoilable) => self.end(ended, now),
             Slot::Next => self.abandon(&ended.to_string(), now),
             Slot::Current => {
-                self.notice(&format!("{ended}; renegotiating the keys"));
+                self.notice(&format!("{ended}; renegotiating the keys"), now);
                 self.clocks.renegotiate_at = Some(now);
             }
         }
@@ -309,9 +309,8 @@ impl Session {
         self.send_waiting_texts(now);
         self.stats.rekeys_failed += 1;
         if !initiated {
-            return self.notice(&format!(
-                "a renegotiation started by the peer failed: {why}"
-            ));
+            let text = format!("a renegotiation started by the peer failed: {why}");
+            return self.notice(&text, now);
         }
         self.clocks.failures += 1;
         if self.clocks.failures >= MAX_FAILURES {
@@ -319,7 +318,7 @@ impl Session {
             return self.end(Ended::Protocol(text), now);
         }
         self.clocks.renegotiate_at = Some(now + self.side.common().timers.patience());
-        self.notice(&format!("a renegotiation failed: {why}"));
+        self.notice(&format!("a renegotiation failed: {why}"), now);
     }
 
     /// Appends the next control packet to `out`. Returns false if no packet is due.

@@ -179,6 +179,27 @@ fn long_texts_of_a_peer_are_cut_for_the_log() {
 }
 
 #[test]
+fn peer_cannot_flood_the_log_with_texts() {
+    let mut sim = every(Transport::Tcp, 0, 0);
+    sim.connect();
+    for second in 0..60 {
+        for number in 0..10 {
+            let now = sim.now;
+            let text = format!("INFO,{second} {number}");
+            sim.client.session.send_text(&text, now);
+            sim.server.session.send_text(&text, now);
+        }
+        sim.run(Duration::from_secs(1));
+    }
+    for end in [&sim.client, &sim.server] {
+        let is_notice = |event: &&Event| matches!(event, Event::Notice(_));
+        let notices = end.events.iter().filter(is_notice).count();
+        assert!((10..=11).contains(&notices), "{notices}");
+        assert_eq!(end.ended(), None);
+    }
+}
+
+#[test]
 fn another_certificate_or_user_in_a_renegotiation_is_refused() {
     for transport in BOTH {
         for change in 0..3 {
