@@ -157,6 +157,11 @@ impl Sealer {
         Ok(())
     }
 
+    #[cfg(test)]
+    pub(crate) fn wear_out(&mut self) {
+        self.next_id = u64::from(u32::MAX) - 100;
+    }
+
     /// Returns true if the key should be replaced soon. The key works until all packet ids are used.
     pub(crate) fn is_worn(&self) -> bool {
         self.next_id >= WORN_ID || self.gcm && self.used >= WORN_GCM

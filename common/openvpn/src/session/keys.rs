@@ -127,11 +127,16 @@ impl Keys {
         }
     }
 
-    /// Returns the key for sending, and true if the key is the newest key.
+    /// Returns the key for sending, and true if the key is the newest key. A worn old key may be used up before its
+    /// time, and the peer already accepts the new key.
     pub(super) fn sending(&mut self, now: Instant) -> Option<(&mut DataKey, bool)> {
         let active = self.active.as_mut()?;
         match &mut self.old {
-            Some((old, _)) if !active.confirmed && self.switch_at.is_some_and(|at| now < at) => {
+            Some((old, _))
+                if !active.confirmed
+                    && !old.sealer.is_worn()
+                    && self.switch_at.is_some_and(|at| now < at) =>
+            {
                 Some((old, false))
             }
             _ => Some((active, true)),

@@ -136,9 +136,16 @@ fn a_worn_key_is_replaced() {
         let mut sim = every(transport, 0, 0);
         sim.connect();
         let now = sim.now;
-        sim.client.session.clocks.worn(now);
-        assert_eq!(sim.traffic(100, Duration::from_millis(10)), 0);
+        let (key, _) = sim.client.session.keys.sending(now).unwrap();
+        key.sealer.wear_out();
+        // The client sends more packets than its old key has ids, and the server sends none.
+        for _ in 0..200 {
+            assert!(sim.send(To::Client, &[0x45; 20]));
+            sim.run(Duration::from_millis(10));
+        }
+        sim.run(Duration::from_secs(1));
         assert_eq!((sim.client.rekeys(), sim.server.rekeys()), (1, 1));
+        assert_eq!(sim.server.inner.len(), 200);
     }
 }
 
