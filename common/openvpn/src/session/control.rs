@@ -134,7 +134,8 @@ impl Session {
         let starts = packet.opcode == Opcode::SoftResetV1
             && packet.key_id == current.key_id().next()
             && self.next.is_none()
-            && self.is_established();
+            && self.is_established()
+            && self.permits_renegotiation(now);
         if !starts {
             return Err(Dropped::WrongKey);
         }
@@ -155,6 +156,7 @@ impl Session {
             return;
         };
         current.discard_acks();
+        self.clocks.renegotiated_at = Some(now);
         let key_id = current.key_id().next();
         let retry = self.side.common().timers.tls_timeout;
         self.next = Some(Negotiation::new(

@@ -9,6 +9,11 @@ use crate::negotiation::Negotiation;
 /// Number of successive failed renegotiations that ends the session.
 pub(super) const MAX_FAILURES: u8 = 3;
 
+/// Shortest time over UDP from the start of a renegotiation to another one that the peer starts. All clients of
+/// a UDP socket share one task, which would otherwise do any number of TLS handshakes for one of them. A refused
+/// peer repeats its SOFT_RESET after `tls-timeout`.
+const PEER_PAUSE: Duration = Duration::from_secs(1);
+
 impl Timers {
     /// Returns the time for which the old key is used for sending if the peer does not use the new key.
     pub(super) fn patience(&self) -> Duration {
@@ -37,6 +42,8 @@ pub(super) struct Clocks {
     ping: Option<Duration>,
     ping_restart: Option<Duration>,
     pub(super) renegotiate_at: Option<Instant>,
+    /// Start of the last renegotiation, even if it failed.
+    pub(super) renegotiated_at: Option<Instant>,
     /// Server role: end of the session unless a renegotiation succeeds first. `None` disables the limit.
     /// Renegotiations of the client that never finish postpone the server's own, and would otherwise prevent
     /// another check of the certificate forever.
@@ -55,6 +62,7 @@ impl Clocks {
             ping: None,
             ping_restart: None,
             renegotiate_at: None,
+            renegotiated_at: None,
             expires_at: None,
             failures: 0,
         }
@@ -104,6 +112,13 @@ impl Clocks {
 }
 
 impl Session {
+    /// Returns true if the peer may start a renegotiation now.
+    pub(super) fn permits_renegotiation(&self, now: Instant) -> bool {
+        let limited = self.side.common().transport == Transport::Udp;
+        let last = self.clocks.renegotiated_at;
+        !limited || last.is_none_or(|at| now >= at + PEER_PAUSE)
+    }
+
     /// Schedules the renegotiation and the expiry of a new key.
     pub(super) fn schedule_renegotiation(&mut self, now: Instant) {
         let timers = self.side.common().timers;

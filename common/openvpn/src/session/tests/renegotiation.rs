@@ -374,6 +374,46 @@ fn renegotiations_of_the_client_extend_the_session() {
 }
 
 #[test]
+fn client_renegotiates_at_a_limited_rate_over_udp() {
+    for transport in BOTH {
+        let mut sim = every(transport, 0, 0);
+        sim.connect();
+        let start = sim.now;
+        while sim.now < start + Duration::from_secs(10) {
+            let now = sim.now;
+            if sim.client.session.next.is_none() {
+                sim.client.session.clocks.renegotiate_at = Some(now);
+            }
+            sim.run(Duration::from_millis(10));
+        }
+        let rekeys = sim.server.rekeys();
+        match transport {
+            // The client repeats a refused SOFT_RESET after 2 s.
+            Transport::Udp => assert!((4..=10).contains(&rekeys), "{rekeys}"),
+            Transport::Tcp => assert!(rekeys > 50, "{rekeys}"),
+        }
+        sim.run(Duration::from_secs(3));
+        assert_eq!(sim.traffic(100, Duration::from_millis(10)), 0);
+        sim.run(Duration::from_secs(1));
+        assert_eq!((sim.client.inner.len(), sim.server.inner.len()), (100, 100));
+    }
+}
+
+/// A renegotiation that fails uses the server's time, too.
+#[test]
+fn failed_renegotiations_of_the_client_count_for_its_limit() {
+    let mut sim = every(Transport::Udp, 0, 0);
+    sim.connect();
+    let now = sim.now;
+    let reset = for_next_key(&sim, Opcode::SoftResetV1);
+    assert_eq!(sim.deliver(To::Server, &reset), Ok(()));
+    sim.server.session.abandon("test", now);
+    assert_eq!(sim.deliver(To::Server, &reset), Err(Dropped::WrongKey));
+    sim.now += Duration::from_secs(1);
+    assert_eq!(sim.deliver(To::Server, &reset), Ok(()));
+}
+
+#[test]
 fn requests_for_options_during_a_renegotiation_are_answered_once() {
     let mut sim = every(Transport::Udp, 0, 0);
     sim.connect();
