@@ -305,6 +305,12 @@ impl Negotiation {
         }
     }
 
+    /// Records that the peer has all key material, even if acknowledgements are missing. No
+    /// [`Step::Complete`] follows.
+    pub(crate) fn completed(&mut self) {
+        self.complete = true;
+    }
+
     /// Returns true if all output is sent and acknowledged.
     pub(crate) fn is_drained(&self) -> bool {
         self.reliable.is_acknowledged() && !self.channel.as_ref().is_some_and(Channel::has_output)

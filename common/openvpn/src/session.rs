@@ -246,8 +246,14 @@ impl Session {
             OpenError::Authentication => Dropped::BadData,
         })?;
         key.confirmed = true;
+        let finished = self.keys.is_next(header.key_id);
         let payload = agreed.framing.strip(payload).ok_or(Dropped::Compressed)?;
-        match Payload::classify(payload) {
+        let payload = Payload::classify(payload);
+        if finished {
+            // The peer uses the new key, so only its acknowledgements were lost.
+            self.renegotiated(now);
+        }
+        match payload {
             Payload::Inner(packet) => {
                 self.stats.packets_in += 1;
                 self.stats.bytes_in += packet.len() as u64;

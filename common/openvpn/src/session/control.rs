@@ -220,8 +220,12 @@ impl Session {
         }
     }
 
-    fn renegotiated(&mut self, now: Instant) {
-        let Some(next) = self.next.take() else { return };
+    /// Finishes a renegotiation.
+    pub(super) fn renegotiated(&mut self, now: Instant) {
+        let Some(mut next) = self.next.take() else {
+            return;
+        };
+        next.completed();
         let timers = self.side.common().timers;
         let key_id = next.key_id().get();
         self.current = Some(next);

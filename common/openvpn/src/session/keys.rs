@@ -103,6 +103,16 @@ impl Keys {
         self.next = Some(key);
     }
 
+    /// Returns true if the key of an unfinished renegotiation has this key id.
+    pub(super) fn is_next(&self, key_id: KeyId) -> bool {
+        self.next.as_ref().is_some_and(|key| key.key_id == key_id)
+    }
+
+    /// Returns true if an unfinished renegotiation has a key.
+    pub(super) fn has_next(&self) -> bool {
+        self.next.is_some()
+    }
+
     pub(super) fn abandon(&mut self) {
         self.next = None;
     }

@@ -104,6 +104,8 @@ pub(crate) struct Sim {
     /// All packets sent while `record` is true.
     pub(crate) sent: Vec<(To, Vec<u8>)>,
     pub(crate) record: bool,
+    /// Control packets of this end are lost.
+    pub(crate) mute: Option<To>,
     transport: Transport,
     rng: StdRng,
     flying: BTreeMap<(Instant, u64), (To, BytesMut)>,
@@ -142,6 +144,7 @@ impl Sim {
             accept: true,
             sent: Vec::new(),
             record: false,
+            mute: None,
             transport,
             rng: StdRng::seed_from_u64(seed),
             flying: BTreeMap::new(),
@@ -165,8 +168,10 @@ impl Sim {
         if self.record {
             self.sent.push((to, bytes.to_vec()));
         }
+        let is_mute = self.mute == Some(to.other()) && DataHeader::parse(bytes).is_none();
         let copies = match self.transport {
             Transport::Tcp => 1,
+            _ if is_mute => 0,
             _ if self.rng.random_bool(self.net.loss) => 0,
             _ if self.rng.random_bool(self.net.duplicate) => 2,
             _ => 1,

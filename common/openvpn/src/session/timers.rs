@@ -140,13 +140,12 @@ impl Session {
             let timeouts = [output, exit, Some(end.until)].into_iter().flatten();
             return if end.over { None } else { timeouts.min() };
         }
-        let hand_window = self.side.common().timers.hand_window;
         let timeouts = if self.agreed.is_none() {
             let deadline = Some(self.clocks.deadline);
             [output, deadline, self.server.request_at, None, None, None]
         } else {
             let rekey = match &self.next {
-                Some(next) => Some(next.began() + hand_window),
+                Some(next) => Some(self.give_up_at(next)),
                 None => self.clocks.renegotiate_at,
             };
             let silent = self.clocks.silent_at().map(|(at, _)| at);
@@ -154,6 +153,17 @@ impl Session {
             [output, rekey, ping, silent, old_key, self.clocks.expires_at]
         };
         timeouts.into_iter().flatten().min()
+    }
+
+    /// Returns the time at which a renegotiation is given up. A peer whose acknowledgements are lost sends with the
+    /// new key at the end of its hand-window, so a renegotiation with a key lasts half a hand-window longer.
+    fn give_up_at(&self, next: &Negotiation) -> Instant {
+        let hand_window = self.side.common().timers.hand_window;
+        let longer = match self.keys.has_next() {
+            true => hand_window / 2,
+            false => Duration::ZERO,
+        };
+        next.began() + hand_window + longer
     }
 
     /// Runs the timers that have expired at `now`.
@@ -173,9 +183,8 @@ impl Session {
             return self.end(Ended::PingTimeout(after), now);
         }
         self.keys.expire(now);
-        let hand_window = self.side.common().timers.hand_window;
         match &self.next {
-            Some(next) if next.began() + hand_window <= now => {
+            Some(next) if self.give_up_at(next) <= now => {
                 let stage = next.stage();
                 match self.side.common().transport {
                     Transport::Tcp => self.end(Ended::HandshakeTimeout { stage }, now),

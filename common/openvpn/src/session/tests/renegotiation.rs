@@ -296,6 +296,34 @@ fn failed_renegotiation_is_tried_again_over_udp() {
 }
 
 #[test]
+fn data_with_the_new_key_finishes_a_renegotiation_without_acknowledgements() {
+    for initiator in [To::Client, To::Server] {
+        let mut sim = every(Transport::Udp, 0, 0);
+        sim.connect();
+        let now = sim.now;
+        sim.end(initiator).session.clocks.renegotiate_at = Some(now);
+        while !sim.server.session.keys.has_next() {
+            let soon = sim.now + Duration::from_secs(1);
+            sim.step(soon);
+        }
+        sim.mute = Some(To::Client);
+        assert_eq!(sim.traffic(120, Duration::from_secs(1)), 0);
+        assert_eq!((sim.client.rekeys(), sim.server.rekeys()), (1, 1));
+        sim.run(Duration::from_secs(1));
+        assert_eq!((sim.client.inner.len(), sim.server.inner.len()), (120, 120));
+        // Acknowledgements that arrive later change nothing, and the next renegotiation succeeds.
+        sim.mute = None;
+        sim.client.session.clocks.ping_restart_for_test(None);
+        sim.run(Duration::from_secs(200));
+        let now = sim.now;
+        sim.end(initiator).session.clocks.renegotiate_at = Some(now);
+        sim.run(Duration::from_secs(10));
+        assert_eq!((sim.client.rekeys(), sim.server.rekeys()), (2, 2));
+        assert_eq!(sim.server.session.stats().rekeys_failed, 0);
+    }
+}
+
+#[test]
 fn three_failed_renegotiations_end_the_session() {
     let mut sim = every(Transport::Udp, 0, 0);
     sim.connect();
