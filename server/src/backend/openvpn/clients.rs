@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use culvert_host::runtime::shards::{ShardId, Shards};
+use culvert_openvpn::control::push::build;
 use culvert_openvpn::firewall::Firewall;
 use culvert_openvpn::forward::{Forward, Stats, Verdict};
 use culvert_openvpn::options::Transport;
@@ -188,6 +189,11 @@ impl Clients {
             let reason = "the client's file in client-config-dir contains `disable`";
             return Err(Refused::because(reason));
         }
+        let mut push = push::for_client(&self.settings, &file, transport);
+        if let Err(error) = build(&push) {
+            let reason = format!("{error}; check --openvpn-push and the client's file");
+            return Err(Refused::because(&reason));
+        }
         let mut state = self.state.lock();
         let state = &mut *state;
         let others = |client: &&Client| !rules.duplicate_cn && client.name == name;
@@ -197,17 +203,6 @@ impl Clients {
                 "the limit of {max_clients} clients is reached; raise --openvpn-max-clients"
             );
             return Err(later(reason, "too many clients"));
-        }
-        for other in state.clients.values().filter(others) {
-            warn!(
-                client = name,
-                remote = %other.remote,
-                "replaced by a newer client of the same name; give each its own certificate, or set --openvpn-duplicate-cn"
-            );
-            other.kick.cancel();
-            if let Some(peer) = &other.peer {
-                peer.close();
-            }
         }
         // Replaced clients still have their addresses for a moment.
         let replaced = || state.clients.values().rev().filter(others);
@@ -235,10 +230,22 @@ impl Clients {
             None => dynamic(),
         };
         let lease = lease.map_err(|error| later(error.to_string(), "no address is free"))?;
+        // No refusal follows: a refused client must not end another client.
+        for other in state.clients.values().filter(others) {
+            warn!(
+                client = name,
+                remote = %other.remote,
+                "replaced by a newer client of the same name; give each its own certificate, or set --openvpn-duplicate-cn"
+            );
+            other.kick.cancel();
+            if let Some(peer) = &other.peer {
+                peer.close();
+            }
+        }
         state.last += 1;
         let id = PeerId(state.last);
         let address = lease.address;
-        let push = push::for_client(&self.settings, &file, &lease, transport);
+        push.extend(lease.push());
         let info = &client.peer_info;
         let program = match (&info.version, &info.program) {
             (Some(version), _) => format!("OpenVPN {version}"),

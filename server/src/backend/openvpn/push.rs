@@ -1,4 +1,4 @@
-//! The options pushed to one client: the common options, the changes from the client's file, and the address.
+//! The options pushed to one client: the common options with the changes from the client's file.
 
 use std::time::Duration;
 
@@ -7,14 +7,12 @@ use culvert_openvpn::options::Transport;
 use ipnet::Ipv4Net;
 
 use super::ccd::{ClientConfig, PushChange};
-use super::pool::Lease;
 use super::settings::Settings;
 
-/// Returns the options for one client.
+/// Returns the options for one client, without its address.
 pub(super) fn for_client(
     settings: &Settings,
     client: &ClientConfig,
-    lease: &Lease,
     transport: Transport,
 ) -> Vec<String> {
     let mut options = settings.server.push.clone();
@@ -46,7 +44,6 @@ pub(super) fn for_client(
         // ms.
         options.push("socket-flags TCP_NODELAY".to_owned());
     }
-    options.extend(lease.push());
     options
 }
 
@@ -73,10 +70,7 @@ fn route(option: &str) -> Option<Ipv4Net> {
 mod tests {
     #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
-    use culvert_openvpn::control::push::Topology;
-
     use super::super::clients::tests::settings;
-    use super::super::pool::Pool;
     use super::*;
 
     fn all() -> Settings {
@@ -92,28 +86,20 @@ mod tests {
         settings
     }
 
-    fn lease() -> Lease {
-        let pool = Pool::new("10.20.0.0/24".parse().unwrap(), Topology::Net30);
-        pool.lease().unwrap()
-    }
-
     #[test]
     fn routes_to_the_clients_own_networks_are_not_pushed() {
         let text = "iroute 172.25.0.0 255.255.0.0\niroute 10.240.16.0 255.255.240.0\n";
         let user_cluster = ClientConfig::parse(text, "ccd");
         assert_eq!(
-            for_client(&all(), &user_cluster, &lease(), Transport::Tcp),
+            for_client(&all(), &user_cluster, Transport::Tcp),
             [
                 "route 10.254.0.0 255.255.0.0",
                 "ping 5",
                 "ping-restart 30",
                 "socket-flags TCP_NODELAY",
-                "route 10.20.0.1",
-                "topology net30",
-                "ifconfig 10.20.0.6 10.20.0.5"
             ]
         );
-        let internal = for_client(&all(), &ClientConfig::default(), &lease(), Transport::Udp);
+        let internal = for_client(&all(), &ClientConfig::default(), Transport::Udp);
         assert_eq!(internal[..3], all().server.push[..]);
         assert!(!internal.iter().any(|o| o.starts_with("socket-flags")));
     }
@@ -122,7 +108,7 @@ mod tests {
     fn client_file_changes_the_pushed_options() {
         let options = |text: &str| {
             let client = ClientConfig::parse(text, "ccd");
-            for_client(&all(), &client, &lease(), Transport::Udp)
+            for_client(&all(), &client, Transport::Udp)
         };
         let reset = options("push-reset\npush \"ping 9\"\n");
         assert_eq!(reset[..2], ["ping 9", "ping-restart 30"]);

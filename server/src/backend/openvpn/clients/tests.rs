@@ -170,6 +170,34 @@ async fn clients_with_one_name_replace_each_other_unless_duplicates_are_allowed(
 }
 
 #[tokio::test]
+async fn refused_client_does_not_end_the_client_with_its_name() {
+    let world = World::new(|settings| {
+        settings.server.duplicate_cn = false;
+        settings.network = "10.20.0.0/28".parse().unwrap();
+    });
+    // An address of its own, which the next connection of the client does not request.
+    world.file("user", "ifconfig-push 10.20.0.42 10.20.0.41\n");
+    let mut user = world.connect("user");
+    let is_ended = |user: &mut Connected| {
+        user.streams.work(now(), &mut drop);
+        user.streams.take_close() || user.kick.is_cancelled()
+    };
+    world.file("user", "push \"route 10.1.0.0 255.255.0.0,oops\"\n");
+    let refused = world.admit("user").map(|_| ()).unwrap_err();
+    assert!(refused.reason.contains("cannot be pushed"), "{refused:?}");
+    assert!(!is_ended(&mut user));
+    world.file("user", "");
+    let others = [world.connect("a"), world.connect("b")];
+    let refused = world.admit("user").map(|_| ()).unwrap_err();
+    assert_eq!(refused.told, "no address is free");
+    assert!(!is_ended(&mut user));
+    assert_eq!(world.way("10.20.0.42"), Some(user.admission.id));
+    drop(others);
+    assert!(world.admit("user").is_ok());
+    assert!(is_ended(&mut user));
+}
+
+#[tokio::test]
 async fn client_files_decide_admission_and_address() {
     let world = World::new(|rules| rules.server.ccd_exclusive = true);
     assert!(world.admit("nobody").is_err());
