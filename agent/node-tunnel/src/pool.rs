@@ -374,7 +374,11 @@ impl Seat {
             suspicion,
             ..
         } = &*self.0;
-        if suspicion.wait(|| inbound.heard(), || inbound.probe()).await {
+        let probe = || {
+            inbound.probe();
+            true
+        };
+        if suspicion.wait(|| inbound.heard(), probe).await {
             info!(
                 connection = serial,
                 "a connection to the proxy is silent: new streams use another connection"

@@ -40,14 +40,16 @@ impl Suspicion {
     }
 
     /// Waits while the peer sends something from time to time. `probe` asks the peer for an answer after a
-    /// short silence. Without an answer, the peer becomes suspect, and the function returns. Returns false if another
-    /// call has already made the peer suspect.
-    pub async fn wait(&self, heard: impl Fn() -> u64, probe: impl Fn()) -> bool {
+    /// short silence, or returns false if no request could be sent: another attempt follows. Without an answer, the
+    /// peer becomes suspect, and the function returns. Returns false if another call has already made the peer suspect.
+    pub async fn wait(&self, heard: impl Fn() -> u64, probe: impl Fn() -> bool) -> bool {
         loop {
             let before = heard();
             sleep(PROBE_AFTER).await;
             if heard() == before {
-                probe();
+                if !probe() {
+                    continue;
+                }
                 // A byte ends the wait early, so that a peer that falls silent afterwards is not found later than others.
                 for _ in 0..CHECKS {
                     sleep(PROBE_TIMEOUT / CHECKS).await;
@@ -75,12 +77,22 @@ mod tests {
         let started = Instant::now();
         let probe = || {
             probes.fetch_add(1, Ordering::Relaxed);
+            true
         };
         assert!(suspicion.wait(|| 7, probe).await);
         assert_eq!(started.elapsed(), PROBE_AFTER + PROBE_TIMEOUT);
         assert_eq!(probes.load(Ordering::Relaxed), 1);
         assert!(suspicion.is_raised(7) && !suspicion.is_raised(8));
-        assert!(!suspicion.wait(|| 7, || {}).await);
+        assert!(!suspicion.wait(|| 7, || true).await);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn peer_is_not_suspect_before_a_probe_was_sent() {
+        let (suspicion, attempts) = (Suspicion::none(), AtomicU64::new(0));
+        let started = Instant::now();
+        let probe = || attempts.fetch_add(1, Ordering::Relaxed) == 3;
+        assert!(suspicion.wait(|| 7, probe).await);
+        assert_eq!(started.elapsed(), 4 * PROBE_AFTER + PROBE_TIMEOUT);
     }
 
     #[tokio::test(start_paused = true)]
@@ -88,7 +100,7 @@ mod tests {
         let (suspicion, heard) = (Suspicion::none(), AtomicU64::new(0));
         let started = Instant::now();
         let last = PROBE_AFTER + Duration::from_millis(50);
-        let waiting = suspicion.wait(|| heard.load(Ordering::Relaxed), || {});
+        let waiting = suspicion.wait(|| heard.load(Ordering::Relaxed), || true);
         let byte = async {
             sleep(last).await;
             heard.fetch_add(1, Ordering::Relaxed);
@@ -106,6 +118,7 @@ mod tests {
         let (suspicion, heard) = (Suspicion::none(), AtomicU64::new(0));
         let answer = || {
             heard.fetch_add(1, Ordering::Relaxed);
+            true
         };
         let count = || heard.load(Ordering::Relaxed);
         let waiting = suspicion.wait(count, answer);

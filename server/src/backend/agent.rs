@@ -134,6 +134,7 @@ impl AgentStream {
             let weight = probe.weight();
             // A full queue already has packets that the agent answers.
             let _ = self.outgoing.try_send(probe, weight);
+            true
         };
         let heard = || self.heard.load(Ordering::Relaxed);
         self.suspicion.wait(heard, probe).await;

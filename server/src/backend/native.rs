@@ -332,7 +332,10 @@ impl NativeAgent {
         if self.is_away() {
             return sleep(AWAY_CHECK).await;
         }
-        let probe = || self.inbound.probe();
+        let probe = || {
+            self.inbound.probe();
+            true
+        };
         tokio::select! {
             _ = self.suspicion.wait(|| self.inbound.heard(), probe) => {}
             () = broke(self.session.as_deref()) => {}

@@ -26,7 +26,7 @@ pub(super) struct Silence {
     probe: Vec<u8>,
     /// Number of answers of the client.
     answers: AtomicU64,
-    /// State of [`Peer::heard`] at the last probe of the suspect client.
+    /// State of [`Peer::heard`] at the last probe.
     probed: AtomicU64,
     suspicion: Suspicion,
 }
@@ -49,8 +49,7 @@ impl Silence {
     /// since the last probe, another probe follows.
     pub(super) fn is_suspect(&self, peer: &Peer) -> bool {
         let is_suspect = self.suspicion.is_raised(self.answers());
-        let heard = peer.heard();
-        if is_suspect && self.probed.swap(heard, Ordering::Relaxed) != heard {
+        if is_suspect && self.probed.load(Ordering::Relaxed) != peer.heard() {
             self.probe(peer);
         }
         is_suspect
@@ -60,22 +59,24 @@ impl Silence {
         self.answers.load(Ordering::Relaxed)
     }
 
-    /// Sends a probe. A full link already has packets that the client answers.
-    pub(super) fn probe(&self, peer: &Peer) {
-        peer.forward(&self.probe);
+    /// Sends a probe. Returns false if the link is full or gone.
+    pub(super) fn probe(&self, peer: &Peer) -> bool {
+        let heard = peer.heard();
+        let is_sent = peer.forward(&self.probe);
+        if is_sent {
+            self.probed.store(heard, Ordering::Relaxed);
+        }
+        is_sent
     }
 
     /// Resolves once the client is suspect: it does not answer a probe. Never resolves for a client without an earlier
     /// answer.
     pub(super) async fn suspect(&self, peer: &Peer) {
-        let probe = || {
-            self.probed.store(peer.heard(), Ordering::Relaxed);
-            self.probe(peer);
-        };
         if self.answers() == 0 {
-            probe();
+            self.probe(peer);
             return pending().await;
         }
+        let probe = || self.probe(peer);
         self.suspicion.wait(|| self.answers(), probe).await;
     }
 

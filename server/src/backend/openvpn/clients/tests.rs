@@ -378,6 +378,35 @@ async fn client_that_answers_no_probe_gets_no_dials_until_it_answers_one() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn probe_that_finds_a_full_link_is_sent_again() {
+    let world = World::new(|_| {});
+    world.file("user", "iroute 172.25.0.0 255.255.0.0\n");
+    let mut user = world.connect("user");
+    user.answer();
+    let fill = |user: &Connected| while user.streams.peer().forward(&[0; 28]) {};
+    fill(&user);
+    let way = world
+        .clients
+        .way("172.25.3.4".parse().unwrap(), &[])
+        .unwrap();
+    let waiting = tokio::time::timeout(Duration::from_secs(60), way.suspect());
+    assert!(waiting.await.is_err());
+    assert!(!user.admission.silence.is_suspect(&way.peer));
+    // Once the link has room, the next attempt succeeds.
+    user.probes();
+    way.suspect().await;
+    assert_eq!(user.probes().len(), 1);
+    // The same applies to a client that is already suspect.
+    fill(&user);
+    tokio::time::advance(Duration::from_secs(1)).await;
+    user.streams.heard(now());
+    assert!(user.admission.silence.is_suspect(&way.peer));
+    user.probes();
+    assert!(user.admission.silence.is_suspect(&way.peer));
+    assert_eq!(user.probes().len(), 1);
+}
+
+#[tokio::test(start_paused = true)]
 async fn client_that_never_answered_a_probe_is_not_suspect() {
     let world = World::new(|_| {});
     world.file("mute", "iroute 172.26.0.0 255.255.0.0\npush \"ping 0\"\n");
