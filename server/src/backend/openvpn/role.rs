@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use culvert_host::net::admission::Candidate;
 use culvert_openvpn::flows::{self, Input, Pace};
+use culvert_openvpn::ip::{Icmp, Packet, kind, protocol};
 use culvert_openvpn::options::Transport;
 use culvert_openvpn::session::{
     Authenticated, Ended, Established, Event, Push, ServerConfig, Session, Stats,
@@ -205,6 +206,15 @@ fn addresses(packet: &[u8]) -> Option<(Ipv4Addr, Ipv4Addr)> {
     Some((Ipv4Addr::from(*source), Ipv4Addr::from(destination)))
 }
 
+/// Returns true for an ICMP error about a packet that did not reach its destination. Any router behind the client may
+/// send such an error, also a router outside the client's networks; the flows check the quoted packet.
+fn is_unreachable(packet: &[u8]) -> bool {
+    Packet::parse(packet).is_ok_and(|packet| {
+        packet.protocol() == protocol::ICMP
+            && Icmp::parse(&packet).is_ok_and(|icmp| icmp.kind() == kind::UNREACHABLE)
+    })
+}
+
 impl Role for Client {
     fn event(
         &mut self,
@@ -235,11 +245,17 @@ impl Role for Client {
         let Some((source, destination)) = addresses(packet) else {
             return;
         };
-        let local = destination == self.clients.server() && admission.permits(source);
-        if local
-            && (streams.input(packet, now) != Input::Unknown
-                || streams.flows().echo(packet, now)
-                || admission.silence.input(packet))
+        let to_server = destination == self.clients.server();
+        let is_permitted = admission.permits(source);
+        if to_server
+            && (is_permitted || is_unreachable(packet))
+            && streams.input(packet, now) != Input::Unknown
+        {
+            return;
+        }
+        if to_server
+            && is_permitted
+            && (streams.flows().echo(packet, now) || admission.silence.input(packet))
         {
             return;
         }
@@ -253,5 +269,82 @@ impl Role for Client {
         let growth = self.counters.update(session, flows, unsealed);
         self.clients.metrics.add_client(&growth);
         self.clients.report();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+
+    use culvert_openvpn::flows::{Closed, Unreachable};
+    use culvert_openvpn::ip::{self, Sum};
+    use culvert_openvpn_io::now;
+    use culvert_openvpn_io::stream::Broken;
+
+    use super::super::clients::tests::World;
+    use super::*;
+
+    /// Returns an ICMP message to the server: type and code, 4 more bytes of the header, and a body.
+    fn icmp(from: [u8; 4], kind_and_code: [u8; 2], rest: [u8; 4], body: &[u8]) -> Vec<u8> {
+        let mut message = [&kind_and_code[..], &[0, 0], &rest, body].concat();
+        let sum = Sum::of(&message).checksum().to_be_bytes();
+        message.splice(2..4, sum);
+        let (from, server) = (from.into(), [10, 20, 0, 1].into());
+        let mut packet = Vec::new();
+        ip::write_header(&mut packet, from, server, protocol::ICMP, message.len());
+        packet.extend(message);
+        packet
+    }
+
+    fn sent(streams: &mut Streams) -> Vec<Vec<u8>> {
+        let mut packets = Vec::new();
+        streams.work(now(), &mut drop);
+        streams.poll_output(now(), &mut |packet| {
+            packets.push(packet.to_vec());
+            true
+        });
+        packets
+    }
+
+    /// The address of a router between the client and the target is neither the client's own nor in its networks.
+    #[tokio::test]
+    async fn errors_of_any_router_reach_the_flow_that_they_quote() {
+        let world = World::new(|_| {});
+        world.file("user", "iroute 172.25.0.0 255.255.0.0\n");
+        let (admission, kick) = world.admit("user").unwrap();
+        let remote = "192.0.2.1:1000".parse().unwrap();
+        let clients = world.clients.clone();
+        let mut client = Client::new(clients, remote, Transport::Udp, kick, None);
+        let mut streams = Streams::new(flows::Config::default(), now());
+        admission.connected(streams.peer());
+        client.admission = Some(admission);
+        sent(&mut streams);
+
+        let peer = streams.peer();
+        let dial = async move { peer.dial("172.25.3.4:10250".parse().unwrap()).await };
+        let dial = tokio::spawn(dial);
+        tokio::task::yield_now().await;
+        let syn = sent(&mut streams).remove(0);
+        let router = [198, 51, 100, 1];
+        let mut other_flow = syn.clone();
+        other_flow[21] ^= 1;
+        for (kind_and_code, quoted) in [
+            ([kind::UNREACHABLE, 1], &other_flow),
+            ([kind::ECHO, 0], &syn),
+        ] {
+            let message = icmp(router, kind_and_code, [0; 4], quoted);
+            client.packet(&message, &mut streams, now());
+        }
+        assert_eq!(world.bad_sources(), 2);
+        assert!(sent(&mut streams).is_empty() && !dial.is_finished());
+        let error = icmp(router, [kind::UNREACHABLE, 1], [0; 4], &syn[..28]);
+        client.packet(&error, &mut streams, now());
+        assert_eq!(world.bad_sources(), 2);
+        sent(&mut streams);
+        let Err(broken) = dial.await.unwrap() else {
+            panic!("the dial succeeded");
+        };
+        let expected = Broken::Flow(Closed::Unreachable(Unreachable::Host));
+        assert_eq!(broken, expected);
     }
 }

@@ -32,9 +32,9 @@ pub(in super::super) fn settings() -> Settings {
     }
 }
 
-struct World {
+pub(in super::super) struct World {
     directory: TempDir,
-    clients: Arc<Clients>,
+    pub(in super::super) clients: Arc<Clients>,
 }
 
 /// A connected client.
@@ -45,7 +45,7 @@ struct Connected {
 }
 
 impl World {
-    fn new(change: impl FnOnce(&mut Settings)) -> Self {
+    pub(in super::super) fn new(change: impl FnOnce(&mut Settings)) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let mut settings = settings();
         settings.server.client_config_dir = Some(directory.path().to_owned());
@@ -58,11 +58,14 @@ impl World {
         }
     }
 
-    fn file(&self, name: &str, text: &str) {
+    pub(in super::super) fn file(&self, name: &str, text: &str) {
         std::fs::write(self.directory.path().join(name), text).unwrap();
     }
 
-    fn admit(&self, name: &str) -> Result<(Admission, CancellationToken), Refused> {
+    pub(in super::super) fn admit(
+        &self,
+        name: &str,
+    ) -> Result<(Admission, CancellationToken), Refused> {
         self.admit_as(name, "IV_VER=2.6.14\n")
     }
 
@@ -93,6 +96,11 @@ impl World {
             streams,
             kick,
         }
+    }
+
+    /// Returns the number of packets that were dropped because of their source.
+    pub(in super::super) fn bad_sources(&self) -> u64 {
+        self.clients.state.lock().forward.stats().bad_source
     }
 
     fn way(&self, address: &str) -> Option<PeerId> {
@@ -321,8 +329,7 @@ async fn packet_with_foreign_source_is_not_forwarded() {
     let sum = culvert_openvpn::ip::Sum::of(&packet[..20]).checksum();
     packet[10..12].copy_from_slice(&sum.to_be_bytes());
     assert!(!world.clients.forward(admission.id, &packet, now()));
-    let stats = world.clients.state.lock().forward.stats();
-    assert_eq!(stats.bad_source, 1);
+    assert_eq!(world.bad_sources(), 1);
 }
 
 impl Connected {
