@@ -135,6 +135,11 @@ impl Core {
         self.outgoing.most_sent > self.outgoing.replay.start()
     }
 
+    /// Returns true if the transport has not accepted all bytes that an earlier transport carried.
+    pub fn is_repeating(&self) -> bool {
+        self.outgoing.sent < self.outgoing.most_sent
+    }
+
     /// Copies bytes for the peer, and returns their number.
     pub fn write(&mut self, slices: &[IoSlice<'_>]) -> usize {
         self.write_from(slices, |_| None)

@@ -225,10 +225,13 @@ impl<T: AsyncRead + AsyncWrite + Unpin> ResumableIo<T> {
         Ok(kept)
     }
 
-    /// Reads while HTTP/2 waits for acknowledgements. HTTP/2 may read nothing before its write succeeds, so the
-    /// acknowledgements would never be read.
+    /// Reads while HTTP/2 waits for acknowledgements, or for bytes that are sent again. HTTP/2 may read nothing before its
+    /// write succeeds, so the acknowledgements would never be read, and a slow transport would seem to be silent.
     fn read_ahead(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
-        while self.core.room() == 0 && self.ahead.len() <= REPLAY_BYTES && !self.core.is_ended() {
+        while (self.core.room() == 0 || self.core.is_repeating())
+            && self.ahead.len() <= REPLAY_BYTES
+            && !self.core.is_ended()
+        {
             let Some(transport) = &mut self.transport else {
                 return Ok(());
             };
@@ -329,6 +332,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> ResumableIo<T> {
                 return Poll::Pending;
             }
             Poll::Pending => {
+                self.read_ahead(cx)?;
                 self.tick(cx);
                 return Poll::Pending;
             }

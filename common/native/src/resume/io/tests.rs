@@ -460,6 +460,47 @@ async fn transport_that_carries_nothing_is_silent_after_five_seconds() {
 }
 
 /// HTTP/2 may write, and then read nothing until its task is woken.
+/// HTTP/2 reads nothing while a control frame waits behind the repeated bytes.
+#[tokio::test(start_paused = true)]
+async fn end_that_repeats_bytes_over_a_slow_transport_hears_the_peer() {
+    const COUNT: usize = 8 << 20;
+    const ROUND_TRIP: usize = 1 << 16;
+    let (near, far) = pair(COUNT * 2);
+    let (agent, server) = (near.session(), far.session());
+    let (mut near, mut far) = (near, far);
+    near.write_all(&vec![3; COUNT]).await.unwrap();
+    // The first transport breaks before the server has read a byte.
+    let read = timeout(ACK_DELAY, far.read_u8());
+    let (_, read) = tokio::join!(resume(&agent, &server, ROUND_TRIP), read);
+    assert!(read.is_err());
+    let mut silent = agent.state();
+    let write = async {
+        near.write_all(b"new").await.unwrap();
+        near
+    };
+    let read = async {
+        let mut buffer = [0; ROUND_TRIP];
+        for _ in 0..COUNT / ROUND_TRIP {
+            far.read_exact(&mut buffer).await.unwrap();
+            far.write_all(b"alive").await.unwrap();
+            far.flush().await.unwrap();
+            tokio::time::sleep(SILENCE / 4).await;
+        }
+        far
+    };
+    let silent = async { drop(silent.wait_for(|state| *state == State::Silent).await) };
+    let both = async { tokio::join!(write, read) };
+    let ends = tokio::select! {
+        ends = both => Some(ends),
+        () = silent => None,
+    };
+    assert!(ends.is_some(), "the agent found the transport silent");
+    let (mut near, _far) = ends.unwrap();
+    let mut word = [0; 5];
+    near.read_exact(&mut word).await.unwrap();
+    assert_eq!(&word, b"alive");
+}
+
 #[tokio::test(start_paused = true)]
 async fn silence_after_a_single_write_is_noticed() {
     let (near, _far) = duplex(1 << 16);
