@@ -26,6 +26,8 @@ pub(crate) struct Agent {
     pub tasks: TaskTracker,
     /// Tracks ended connections whose last bytes are still on their way to a server.
     pub leaving: TaskTracker,
+    /// Ends the calls of all packet streams, once their queues are empty.
+    pub finish: CancellationToken,
     /// Ends all streams and connections at once.
     pub shutdown: CancellationToken,
     /// Bounds on the bytes that wait for endpoints.
@@ -60,6 +62,7 @@ impl Agent {
             metrics,
             tasks: TaskTracker::new(),
             leaving: TaskTracker::new(),
+            finish: CancellationToken::new(),
             shutdown,
             limits,
             destinations,

@@ -170,8 +170,12 @@ impl Bound {
                 info!(?drain_timeout, ?drain_linger, "draining");
                 search.cancel();
                 self.servers.drain();
+                let drained = async {
+                    idle(self.agent.active(), &self.agent.leaving, drain_linger).await;
+                    self.servers.finish().await;
+                };
                 tokio::select! {
-                    () = idle(self.agent.active(), &self.agent.leaving, drain_linger) => info!("drained"),
+                    () = drained => info!("drained"),
                     () = tokio::time::sleep(drain_timeout) => {
                                                 warn!("the drain timeout passed: closing the connections that are still open");
                     }

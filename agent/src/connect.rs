@@ -16,7 +16,7 @@ use culvert_host::net::readahead::ReadAhead;
 use culvert_host::net::{dial, long_path};
 use culvert_host::tls;
 use culvert_host::tls::reload::{ClientFiles, ClientTls};
-use culvert_konnectivity::grpc::{self, CallError, Piece, Reader, SendLimits};
+use culvert_konnectivity::grpc::{self, CallError, PacketBody, Piece, Reader, SendLimits};
 use culvert_konnectivity::message::{HALF_CLOSE_HEADER, Message};
 use culvert_konnectivity::metrics::Segment;
 use culvert_konnectivity::queue;
@@ -31,7 +31,7 @@ use rustls_pki_types::ServerName;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout_at};
 use tokio_rustls::TlsConnector;
-use tokio_util::sync::CancellationToken;
+use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tonic::Status;
 use tonic::metadata::MetadataMap;
 use tracing::debug;
@@ -470,25 +470,20 @@ impl Connector {
         ended: CancellationToken,
     ) -> Result<Reached, ConnectError> {
         let (outgoing, messages) = queue::bounded(OUTGOING_BYTES);
+        let progress = messages.progress();
         let packets = ToServer {
             messages,
+            finish: Box::pin(self.agent.finish.clone().cancelled_owned()),
             metrics: self.agent.metrics.clone(),
         };
+        let body = PacketBody::request(packets).reporting_to(Some(progress));
         let tasks = &self.agent.tasks;
         let path = inbound.clone();
         let limits = SendLimits {
             queue: AGENT_SEND_BYTES,
             ahead: move || path.ahead(),
         };
-        let called = grpc::call(
-            requests,
-            &self.origin,
-            PATH,
-            metadata,
-            packets,
-            limits,
-            tasks,
-        );
+        let called = grpc::call(requests, &self.origin, PATH, metadata, body, limits, tasks);
         let (answer, packets) = called.await?;
         let half_close = answer.contains_key(HALF_CLOSE_HEADER);
         if !half_close {
@@ -523,6 +518,8 @@ async fn dial_direct(addresses: Vec<SocketAddr>) -> Result<TcpStream, ConnectErr
 /// Stream of packets to the server; counts each packet.
 struct ToServer {
     messages: queue::Receiver<Message>,
+    /// Ends the stream once no message is left.
+    finish: Pin<Box<WaitForCancellationFutureOwned>>,
     metrics: Arc<AgentMetrics>,
 }
 
@@ -530,7 +527,15 @@ impl Stream for ToServer {
     type Item = Result<Message, Status>;
 
     fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        let Some(message) = ready!(self.messages.poll_recv(cx)) else {
+        let next = match self.messages.poll_recv(cx) {
+            Poll::Ready(next) => next,
+            Poll::Pending => {
+                ready!(self.finish.as_mut().poll(cx));
+                // tokio may pause a task although messages are queued.
+                self.messages.try_recv()
+            }
+        };
+        let Some(message) = next else {
             return Poll::Ready(None);
         };
         self.metrics.streams.count(Segment::FromAgent, &message);

@@ -126,6 +126,17 @@ impl ServerStream {
         })
     }
 
+    /// Makes a drain wait until HTTP/2 has written all messages so far. Gives up if the server accepts nothing for
+    /// [`PEER_STALL`].
+    fn leave(&self) {
+        self.agent.leaving.spawn(self.outgoing.written(PEER_STALL));
+    }
+
+    /// Resolves once the stream has ended.
+    pub(crate) async fn ended(&self) {
+        self.ended.cancelled().await;
+    }
+
     /// Marks a dial as finished.
     pub(crate) fn dialed(&self, dial: DialId, connection: ConnectId) {
         self.mux.lock().dialed(dial, connection);

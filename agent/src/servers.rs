@@ -6,12 +6,13 @@ use std::sync::Arc;
 use culvert_host::telemetry::log_once::LogOnce;
 use culvert_native::link::Taker;
 use culvert_native::resume::Session;
+use culvert_stream::CLOSE_STALL;
 use futures_util::future::Either;
 use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::Notify;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, debug, info, info_span, warn};
 
@@ -137,6 +138,23 @@ impl Servers {
         }
     }
 
+    /// Ends the calls of all packet streams, and waits at most [`CLOSE_STALL`] until the servers end them too. A server then
+    /// has read all packets. grpc-go discards packets that a server has not read when the connection ends
+    /// (`recvBufferReader` in `internal/transport/transport.go`).
+    pub(crate) async fn finish(&self) {
+        self.agent.finish.cancel();
+        let streams = |server: &Server| server.stream.clone();
+        let servers: Vec<_> = self.table.lock().values().map(streams).collect();
+        let ended = async {
+            for server in servers {
+                if let Stream::Packet(stream) = server {
+                    stream.ended().await;
+                }
+            }
+        };
+        let _ = timeout(CLOSE_STALL, ended).await;
+    }
+
     fn ids(&self) -> Vec<String> {
         self.table.lock().keys().cloned().collect()
     }
@@ -258,7 +276,10 @@ impl Servers {
                 }
             }
             servers.changes.notify_one();
-            if !servers.agent.shutdown.is_cancelled() {
+            let Agent {
+                shutdown, finish, ..
+            } = &*servers.agent;
+            if !shutdown.is_cancelled() && !finish.is_cancelled() {
                 let broken = ended.is_err();
                 if broken {
                     let metrics = &servers.agent.metrics;

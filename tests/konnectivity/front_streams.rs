@@ -279,3 +279,29 @@ async fn a_drain_waits_for_a_client_that_still_reads() {
     assert_eq!(status.code(), Some(0));
     assert!(topology.server(0).log().contains("drained"));
 }
+
+#[tokio::test]
+async fn a_drain_waits_for_an_agent_that_still_reads() {
+    const PIECES: usize = 20;
+    const PIECE_BYTES: usize = 30_000;
+    let (mut topology, mut agent) = server_with(&["--graceful-shutdown-timeout=10m"]).await;
+    let mut front = front(&topology).await;
+    let id = open_call(&mut front, &mut agent, 3).await;
+    // More than the agent's window and HTTP/2, less than the server's queue.
+    for _ in 0..PIECES {
+        front.say(data(id, &[7; PIECE_BYTES])).await;
+    }
+    front.say(close_request(id)).await;
+    assert_eq!(front.hear().await, close_response(id, ""));
+    drop(front);
+    server_shows(&topology, "established_connections", &[], 0.0).await;
+    topology.server(0).signal(Signal::TERM);
+    topology.server(0).wait_for_log("draining", LIMIT).await;
+    // A server without connections ends after 5 s.
+    sleep(Duration::from_secs(6)).await;
+    agent.hear_bytes(3, &[7; PIECES * PIECE_BYTES]).await;
+    assert_eq!(agent.hear().await, close_request(3));
+    let status = topology.server(0).wait_exit(LIMIT).await;
+    assert_eq!(status.code(), Some(0));
+    assert!(topology.server(0).log().contains("drained"));
+}

@@ -289,6 +289,13 @@ impl Call {
         next.expect("a living call").expect("a packet").into()
     }
 
+    /// Checks that the agent ends its half of the call without an error, and ends the other half.
+    pub(crate) async fn hear_last(mut self) {
+        let next = timely("the end of the agent's packets", self.from.message()).await;
+        let next = next.expect("an end without an error").map(Message::from);
+        assert_eq!(next, None);
+    }
+
     /// Checks that the agent ends the call, with or without an error.
     pub(crate) async fn hear_end(&mut self) {
         let next = timely("the end of the agent's call", self.from.message()).await;

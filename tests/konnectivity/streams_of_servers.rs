@@ -9,7 +9,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
 use crate::endpoints::{Endpoint, reset};
-use crate::scripts::{Call, Server, close_request, close_response, data, dial};
+use crate::scripts::{Call, Server, close_request, close_response, data, dial, opened};
 use crate::searching::Lone;
 use crate::support::*;
 
@@ -263,6 +263,35 @@ async fn agent_stops_although_an_endpoint_does_not_read_the_last_bytes() {
     .await;
     let ended = timely("the end", far.read_to_end(&mut Vec::new())).await;
     assert_eq!(ended.unwrap_err().kind(), ErrorKind::ConnectionReset);
+}
+
+#[tokio::test]
+async fn drain_waits_until_a_slow_server_has_the_last_bytes() {
+    let endpoint = Endpoint::start().await;
+    let target = endpoint.addr().to_string();
+    let (mut lone, _server, mut call) = connected_with(&["--drain-linger=0"]).await;
+    assert_eq!(dialed(&mut call, 1, "tcp", &target).await.0, 1);
+    let mut far = endpoint.accept().await;
+    // More than the server's window, less than the agent keeps for the server.
+    let answer = vec![5; 3 * 512 * 1024];
+    timely("the answer", far.write_all(&answer)).await.unwrap();
+    drop(far);
+    lone.shows("open_endpoint_connections", 0.0).await;
+    lone.program().signal(Signal::TERM);
+    lone.program().wait_for_log("draining", LIMIT).await;
+    // Late dials are served meanwhile.
+    call.say(dial(2, &target)).await;
+    let far = endpoint.accept().await;
+    hear_bytes(&mut call, 1, &answer).await;
+    assert_eq!(call.hear().await, close_response(1, ""));
+    assert_eq!(call.hear().await, Message::Drain);
+    assert_eq!(call.hear().await, opened(DialId(2), 2));
+    drop(far);
+    assert_eq!(call.hear().await, close_response(2, ""));
+    call.hear_last().await;
+    assert_eq!(lone.program().wait_exit(LIMIT).await.code(), Some(0));
+    let log = lone.program().log();
+    assert!(log.contains("drained") && !log.contains("lost"), "{log}");
 }
 
 #[tokio::test]

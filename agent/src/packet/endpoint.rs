@@ -112,6 +112,7 @@ impl Endpoint {
                 });
             }
         }
+        stream.leave();
     }
 
     async fn carry(self, socket: TcpStream, entry: Entry) {

@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use tokio::sync::{Semaphore, mpsc};
-use tokio::time::{Instant, timeout_at};
+use tokio::sync::{Notify, Semaphore, mpsc};
+use tokio::time::{Instant, timeout, timeout_at};
 
 /// Creates a queue for up to `budget` bytes of items with a weight. A single item heavier than `budget` is
 /// accepted when the queue has no other weight.
@@ -21,7 +21,10 @@ pub fn bounded<T>(budget: usize) -> (Sender<T>, Receiver<T>) {
         room: Semaphore::new(budget as usize),
         answers: Semaphore::new(ANSWER_BYTES),
         budget,
+        queued: AtomicU64::new(0),
         taken: AtomicU64::new(0),
+        written: AtomicU64::new(0),
+        progress: Notify::new(),
         blocked: Mutex::new(None),
     });
     (
@@ -63,13 +66,20 @@ enum Charge {
     Nothing,
 }
 
+#[derive(Debug)]
 struct Shared {
     room: Semaphore,
     /// Room for items, such as answers, that must neither wait nor be lost.
     answers: Semaphore,
     budget: u32,
+    /// Number of items that were queued.
+    queued: AtomicU64,
     /// Number of items that the receiver has read; distinguishes a slow receiver from a stalled receiver.
     taken: AtomicU64,
+    /// Number of items that the reader of the queue has written. The largest number once the receiver is gone.
+    written: AtomicU64,
+    /// Wakes tasks that wait until items are written.
+    progress: Notify,
     /// Time at which a sender first found no room, and the number of items read until then.
     blocked: Mutex<Option<(Instant, u64)>>,
 }
@@ -84,6 +94,17 @@ pub struct Sender<T> {
 pub struct Receiver<T> {
     items: mpsc::UnboundedReceiver<(T, Charge)>,
     shared: Arc<Shared>,
+}
+
+/// Handle by which the reader of a queue reports the items that it has written.
+#[derive(Clone, Debug)]
+pub struct Progress(Arc<Shared>);
+
+/// Mark behind the items that were read so far. Dropping the mark reports these items as written.
+#[derive(Debug)]
+pub struct Mark {
+    shared: Arc<Shared>,
+    taken: u64,
 }
 
 impl<T> Clone for Sender<T> {
@@ -101,8 +122,7 @@ impl<T> Sender<T> {
         let weight = self.clamp(weight);
         let permit = self.shared.room.acquire_many(weight).await;
         permit.map_err(|_| Closed)?.forget();
-        let charge = Charge::Room(weight);
-        self.items.send((item, charge)).map_err(|_| Closed)
+        self.push(item, Charge::Room(weight)).map_err(|_| Closed)
     }
 
     /// Queues an item as [`send`](Self::send) does, but gives up if the receiver reads nothing at all for
@@ -124,7 +144,7 @@ impl<T> Sender<T> {
             match timeout_at(since + stall, self.shared.room.acquire_many(weight)).await {
                 Ok(Ok(permit)) => {
                     permit.forget();
-                    let sent = self.items.send((item, Charge::Room(weight)));
+                    let sent = self.push(item, Charge::Room(weight));
                     return sent.map_err(|_| SendWithinError::Closed);
                 }
                 Ok(Err(_)) => return Err(SendWithinError::Closed),
@@ -155,7 +175,7 @@ impl<T> Sender<T> {
     /// Queues an item without weight behind earlier items. Only for items of bounded number, such as a close
     /// per connection.
     pub fn send_now(&self, item: T) -> Result<(), Closed> {
-        self.items.send((item, Charge::Nothing)).map_err(|_| Closed)
+        self.push(item, Charge::Nothing).map_err(|_| Closed)
     }
 
     /// Resolves once the receiver is gone.
@@ -163,11 +183,33 @@ impl<T> Sender<T> {
         self.items.closed().await;
     }
 
+    /// Waits until the items so far are written, see [`Progress`]. Gives up if the receiver is gone, or if nothing is
+    /// written for `stall`.
+    pub fn written(&self, stall: Duration) -> impl Future<Output = ()> + Send + use<T> {
+        let shared = self.shared.clone();
+        let queued = shared.queued.load(Ordering::Relaxed);
+        async move {
+            loop {
+                let progress = shared.progress.notified();
+                let is_written = shared.written.load(Ordering::Relaxed) >= queued;
+                if is_written || timeout(stall, progress).await.is_err() {
+                    return;
+                }
+            }
+        }
+    }
+
+    fn push(&self, item: T, charge: Charge) -> Result<(), T> {
+        // Counted first, so that the count of a sender contains all items before its own.
+        self.shared.queued.fetch_add(1, Ordering::Relaxed);
+        self.items.send((item, charge)).map_err(|error| error.0.0)
+    }
+
     fn charged(&self, from: &Semaphore, weight: u32, item: T, charge: Charge) -> Result<(), T> {
         match from.try_acquire_many(weight) {
             Ok(permit) => {
                 permit.forget();
-                self.items.send((item, charge)).map_err(|error| error.0.0)
+                self.push(item, charge)
             }
             Err(_) => Err(item),
         }
@@ -191,9 +233,20 @@ impl Shared {
             _ => *blocked.insert((Instant::now(), taken)),
         }
     }
+
+    /// Records that the first `count` items are written.
+    fn report(&self, count: u64) {
+        self.written.fetch_max(count, Ordering::Relaxed);
+        self.progress.notify_waiters();
+    }
 }
 
 impl<T> Receiver<T> {
+    /// Returns the handle for reports of written items.
+    pub fn progress(&self) -> Progress {
+        Progress(self.shared.clone())
+    }
+
     /// Returns the next item, or `None` once all senders are gone and the queue is empty. Cancel safe.
     pub async fn recv(&mut self) -> Option<T> {
         let (item, charge) = self.items.recv().await?;
@@ -227,6 +280,23 @@ impl<T> Drop for Receiver<T> {
     fn drop(&mut self) {
         self.shared.room.close();
         self.shared.answers.close();
+        self.shared.report(u64::MAX);
+    }
+}
+
+impl Progress {
+    /// Returns a mark behind the items that were read so far.
+    pub fn mark(&self) -> Mark {
+        Mark {
+            shared: self.0.clone(),
+            taken: self.0.taken.load(Ordering::Relaxed),
+        }
+    }
+}
+
+impl Drop for Mark {
+    fn drop(&mut self) {
+        self.shared.report(self.taken);
     }
 }
 
@@ -310,6 +380,50 @@ mod tests {
         assert_eq!(rx.recv().await, Some(1));
         tx.send(3, 10).await.unwrap();
         assert!(impatient().await.is_err());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn items_are_waited_for_until_they_are_written() {
+        let (tx, mut rx) = bounded(10);
+        let progress = rx.progress();
+        tx.send_now(1).unwrap();
+        let (first, second) = (tx.written(STALL), {
+            tx.send_now(2).unwrap();
+            tx.written(STALL)
+        });
+        tokio::pin!(first, second);
+        assert!(timeout(STALL / 2, &mut first).await.is_err());
+        rx.recv().await;
+        let mark = progress.mark();
+        rx.recv().await;
+        assert!(timeout(STALL / 3, &mut first).await.is_err());
+        drop(mark);
+        timeout(STALL / 3, first).await.unwrap();
+        assert!(timeout(STALL / 3, &mut second).await.is_err());
+        drop(progress.mark());
+        timeout(STALL / 3, second).await.unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn items_are_not_waited_for_forever() {
+        let (tx, mut rx) = bounded(10);
+        for item in 0..3 {
+            tx.send_now(item).unwrap();
+        }
+        let progress = rx.progress();
+        let started = Instant::now();
+        let slow = async {
+            for _ in 0..2 {
+                tokio::time::sleep(STALL / 2).await;
+                rx.recv().await;
+                drop(progress.mark());
+            }
+        };
+        let ((), ()) = tokio::join!(tx.written(STALL), slow);
+        assert_eq!(started.elapsed(), STALL * 2);
+        drop(rx);
+        tx.written(STALL).await;
+        assert_eq!(started.elapsed(), STALL * 2);
     }
 
     #[tokio::test]

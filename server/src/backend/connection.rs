@@ -205,8 +205,7 @@ impl ToEndpoint {
     /// carry a reason.
     pub fn end(self, reason: CloseReason, tasks: &TaskTracker) {
         match self {
-            // Dropping the sink sends a close request to the agent.
-            Self::Packet(sink) => drop(sink),
+            Self::Packet(sink) => sink.end(tasks),
             Self::Native(sink) => sink.close().end(reason, tasks),
             Self::Quic(sink) => sink.close().end(reason, tasks),
             Self::Flow(sink) => sink.end(reason),

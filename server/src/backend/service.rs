@@ -94,8 +94,10 @@ impl Service for Agents {
         let (stream, messages) =
             AgentStream::new(hello, self.limits.clone(), carrier, self.metrics.clone());
         let half_close = stream.hello.half_close;
+        let progress = messages.progress();
         let outgoing = Outgoing::new(messages, stream.clone());
         let mut response = Response::new(outgoing);
+        response.extensions_mut().insert(progress);
         let metadata = response.metadata_mut();
         let server_id = MetadataValue::try_from(&self.server_id)
             .map_err(|_| Status::unknown("the server id is not a valid header value"))?;

@@ -13,6 +13,7 @@ use tonic::Status;
 use super::packet;
 use super::room::Charge;
 use crate::message::Message;
+use crate::queue::{Mark, Progress};
 
 /// Approximate size limit, in bytes, for a DATA frame shared by messages that are ready together. Sharing
 /// saves the cost of a frame: a write for the sender, and a queue entry for the receiver. The limit is twice
@@ -30,6 +31,8 @@ pub struct PacketBody<S> {
     side: Side,
     /// Status that ends the call after all messages are sent.
     status: Option<Status>,
+    /// Receives a report of each written message; `None` if nobody waits for reports.
+    progress: Option<Progress>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -45,6 +48,8 @@ pub struct Piece {
     pub(super) head: Bytes,
     payload: Bytes,
     pub(super) charge: Option<Charge>,
+    /// Dropped with the piece, once HTTP/2 has written it.
+    _mark: Option<Mark>,
 }
 
 // === impl PacketBody ===
@@ -55,6 +60,7 @@ impl<S> PacketBody<S> {
             packets,
             side,
             status: None,
+            progress: None,
         }
     }
 
@@ -66,6 +72,13 @@ impl<S> PacketBody<S> {
     /// Creates the body of a server's response; ends with the status in the trailers.
     pub fn response(packets: S) -> Self {
         Self::new(Some(packets), Side::Server)
+    }
+
+    /// Reports to `progress`, the handle of the queue of the messages, which messages HTTP/2 has written.
+    #[must_use]
+    pub fn reporting_to(mut self, progress: Option<Progress>) -> Self {
+        self.progress = progress;
+        self
     }
 }
 
@@ -108,10 +121,11 @@ where
             }
         }
         let head = Bytes::from(head);
-        Poll::Ready((!head.is_empty()).then_some(Piece {
+        Poll::Ready((!head.is_empty()).then(|| Piece {
             head,
             payload,
             charge: None,
+            _mark: self.progress.as_ref().map(Progress::mark),
         }))
     }
 }

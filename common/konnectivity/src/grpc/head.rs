@@ -35,7 +35,8 @@ pub trait Service<B = Received> {
     /// Stream of the replies.
     type Replies: Stream<Item = Result<Message, Status>> + Send + Unpin + 'static;
 
-    /// Handles a call.
+    /// Handles a call. A [`Progress`](crate::queue::Progress) in the extensions of the response receives reports of the
+    /// written replies.
     ///
     /// # Errors
     /// Returns the status that refuses the call.
@@ -62,8 +63,9 @@ pub async fn answer<S: Service<B>, B>(
     let request = tonic::Request::from_parts(metadata, head.extensions, inbound);
     match service.take(request).await {
         Ok(answer) => {
-            let (metadata, replies, _) = answer.into_parts();
-            let mut response = Response::new(PacketBody::response(replies));
+            let (metadata, replies, mut extensions) = answer.into_parts();
+            let body = PacketBody::response(replies).reporting_to(extensions.remove());
+            let mut response = Response::new(body);
             *response.headers_mut() = metadata.into_headers();
             let headers = response.headers_mut();
             headers.insert(CONTENT_TYPE, HeaderValue::from_static(GRPC));
@@ -163,13 +165,13 @@ pub enum CallError {
 }
 
 /// Opens a call of the method at `path`, and waits for the head of the response. Returns the metadata and the
-/// messages of the response. A task of `tasks` sends the packets within `limits`.
+/// messages of the response. A task of `tasks` sends `body` within `limits`.
 pub async fn call<S>(
     connection: SendRequest<Piece>,
     origin: &Uri,
     path: &'static str,
     metadata: MetadataMap,
-    packets: S,
+    body: PacketBody<S>,
     limits: SendLimits<impl Fn() -> Option<usize> + Send + 'static>,
     tasks: &TaskTracker,
 ) -> Result<(MetadataMap, Reader), CallError>
@@ -188,15 +190,15 @@ where
     headers.insert(CONTENT_TYPE, HeaderValue::from_static(GRPC));
     let (response, stream) = connection.ready().await?.send_request(request, false)?;
     let pacer = Some(Pacer::new(limits));
-    tasks.spawn(http2::send(PacketBody::request(packets), stream, pacer));
+    tasks.spawn(http2::send(body, stream, pacer));
     let response = response.await?;
     let refused = |status| CallError::Refused(Box::new(status));
     is_plain(response.headers()).map_err(refused)?;
-    let (head, body) = response.map(Received::new).into_parts();
+    let (head, received) = response.map(Received::new).into_parts();
     let reader = match status_of(&head.headers) {
         Some(status) if status.code() != Code::Ok => return Err(refused(status)),
-        Some(_) => Reader::ended(body),
-        None => Reader::response(body, head.status),
+        Some(_) => Reader::ended(received),
+        None => Reader::response(received, head.status),
     };
     Ok((MetadataMap::from_headers(head.headers), reader))
 }

@@ -17,6 +17,7 @@ use parking_lot::Mutex;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 
 use super::{AgentStream, Limits};
 use crate::backend::dial::StreamDialError;
@@ -272,6 +273,14 @@ impl ToAgent {
     /// Returns the id of the agent that carries the connection, for logs.
     pub fn agent_id(&self) -> &str {
         &self.guard.stream.hello.agent_id
+    }
+
+    /// Closes the connection at the agent. A task on `tasks` waits until HTTP/2 has written the close, and all bytes before
+    /// it. Gives up if the agent accepts nothing for [`PEER_STALL`].
+    pub fn end(self, tasks: &TaskTracker) {
+        let stream = self.guard.stream.clone();
+        drop(self);
+        tasks.spawn(stream.outgoing.written(PEER_STALL));
     }
 }
 

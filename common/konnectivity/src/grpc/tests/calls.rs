@@ -110,12 +110,13 @@ async fn call_over(
         metadata.insert("who", who.parse().unwrap());
     }
     let origin = http::Uri::from_static("http://server/");
-    let (packets, tasks) = (Rounds::new([said()]), TaskTracker::new());
+    let body = PacketBody::request(Rounds::new([said()]));
+    let tasks = TaskTracker::new();
     let limits = SendLimits {
         queue: usize::MAX,
         ahead: || None,
     };
-    call(requests, &origin, PATH, metadata, packets, limits, &tasks).await
+    call(requests, &origin, PATH, metadata, body, limits, &tasks).await
 }
 
 /// Serves the calls of one connection by [`serve`] in its own task, and returns the other end.
@@ -416,11 +417,11 @@ impl Slow {
             connection: crate::message::ConnectId(1),
             bytes: vec![7; Self::PACKET].into(),
         };
-        let packets = Rounds::new((0..count).map(|at| vec![data(at)]));
+        let body = PacketBody::request(Rounds::new((0..count).map(|at| vec![data(at)])));
         tokio::spawn(async move {
             let origin = http::Uri::from_static("http://server/");
             let (tasks, metadata) = (TaskTracker::new(), MetadataMap::new());
-            call(requests, &origin, PATH, metadata, packets, limits, &tasks).await
+            call(requests, &origin, PATH, metadata, body, limits, &tasks).await
         });
         let mut settings = h2::server::Builder::new();
         settings
