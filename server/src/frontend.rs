@@ -62,7 +62,8 @@ impl Frontend {
     }
 
     /// Carries a connection to its end, then counts and logs the close reason. `client_gone` resolves once
-    /// the client has left, even while nothing is read from the client.
+    /// the client has left, even while nothing is read from the client. Returns the reason for the end toward the
+    /// client: a close by the endpoint is orderly, also if the client ended first.
     pub(crate) async fn run<S: Source, K: Sink>(
         &self,
         id: i64,
@@ -71,7 +72,7 @@ impl Frontend {
         client_gone: Pin<&mut impl Future<Output = ()>>,
         mut connection: Box<Connection>,
     ) -> CloseReason {
-        let ended = {
+        let mut ended = {
             let Connection { source, sink, cut } = &mut *connection;
             let cut = pin!(async {
                 tokio::select! {
@@ -96,7 +97,10 @@ impl Frontend {
                 sink.advice_for_slow_client()
             );
         }
-        self.closed(reason);
+        if reason == CloseReason::EndpointClosed && sink.client_ended() {
+            ended.reason = CloseReason::ClientClosed;
+        }
+        self.closed(ended.reason);
         log_closed!(
             ended,
             connection = id,

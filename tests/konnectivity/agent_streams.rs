@@ -316,3 +316,28 @@ async fn packet_over_the_size_limit_ends_only_that_agents_stream() {
         assert_unharmed(&mut topology);
     }
 }
+
+#[tokio::test]
+async fn close_of_a_tls_client_is_counted_as_its_close() {
+    let builder = Topology::builder(Mode::HttpConnect, Transport::Tcp);
+    let topology = builder.servers(1).start().await;
+    let mut agent = scripts::agent(&topology, "scripted").await;
+    let mut stream = open_as(&topology, &mut agent, 1).await;
+    works(&mut agent, 1, &mut stream).await;
+    timely("the end", stream.shutdown()).await.unwrap();
+    assert_eq!(agent.hear().await, close_request(1));
+    agent.say(data(1, b"the rest")).await;
+    agent.say(close_response(1, "")).await;
+    // The end of the connection is orderly.
+    let mut rest = Vec::new();
+    let read = stream.read_to_end(&mut rest);
+    timely("the rest", read).await.unwrap();
+    assert_eq!(rest, b"the rest");
+    server_shows(&topology, "established_connections", &[], 0.0).await;
+    let metrics = topology.server_metrics(0).await;
+    let closed = |reason| {
+        let name = "culvert_connections_closed_total";
+        value(&metrics, name, &[("reason", reason)])
+    };
+    assert_eq!(closed("client_closed"), 1.0, "{}", metrics.text());
+}

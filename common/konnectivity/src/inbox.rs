@@ -287,6 +287,11 @@ impl<T> Watch<T> {
         }
     }
 
+    /// Returns true if the receiver has read all items.
+    pub fn is_empty(&self) -> bool {
+        self.0.state.lock().items.is_empty()
+    }
+
     /// Resolves once the receiver has read nothing for `within`, counted from this call.
     pub async fn stalled(&self, within: Duration) {
         let asked = Instant::now();

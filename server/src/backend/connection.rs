@@ -187,6 +187,14 @@ impl ToEndpoint {
         }
     }
 
+    /// Returns true if the client has ended, and the peer answers with the close of the whole connection.
+    pub fn client_ended(&self) -> bool {
+        match self {
+            Self::Packet(sink) => sink.client_ended(),
+            Self::Native(_) | Self::Quic(_) | Self::Flow(_) => false,
+        }
+    }
+
     /// Returns the remedy if the connection is closed because its client reads too slowly.
     pub fn advice_for_slow_client(&self) -> &'static str {
         match self {

@@ -45,6 +45,8 @@ pub(super) enum Incoming {
 pub struct Cut {
     /// Fires when the endpoint or the agent is gone. The client may still receive the queued bytes.
     closing: CancellationToken,
+    /// True if the client has ended, and the agent was asked to close the connection.
+    client_ended: Arc<AtomicBool>,
     watch: Watch<Incoming>,
     stall: Duration,
 }
@@ -58,7 +60,11 @@ impl Cut {
         };
         tokio::select! {
             reason = self.watch.overdue(self.stall) => reason,
-            () = closed => CloseReason::Stalled,
+            () = closed => match self.client_ended.load(Ordering::Relaxed) && self.watch.is_empty() {
+                // The client waits for nothing. The agent does not answer.
+                true => CloseReason::ClientClosed,
+                false => CloseReason::Stalled,
+            },
         }
     }
 }
@@ -110,6 +116,7 @@ impl Slot {
             half_closed: AtomicBool::new(false),
             cut: Cut {
                 closing: CancellationToken::new(),
+                client_ended: Arc::default(),
                 watch: incoming.watch(),
                 stall: limits.stall,
             },
@@ -265,6 +272,12 @@ impl ToAgent {
         self.cut.clone()
     }
 
+    /// Returns true if the client has ended, and the agent was asked to close the connection: a stock agent does not
+    /// support half closes.
+    pub fn client_ended(&self) -> bool {
+        self.guard.asked
+    }
+
     /// Returns the id that the agent chose for the connection, for logs.
     pub fn connection(&self) -> ConnectId {
         self.guard.connection
@@ -325,6 +338,7 @@ impl Sink for ToAgent {
         } else {
             stream.send_now(Message::CloseRequest { connection });
             self.guard.asked = true;
+            self.cut.client_ended.store(true, Ordering::Relaxed);
             self.cut.closing.cancel();
         }
         Ok(())

@@ -1,11 +1,16 @@
 #![allow(clippy::unwrap_used)]
 
+use std::pin::pin;
+
 use bytes::Bytes;
 use culvert_konnectivity::identifiers::Identifiers;
 use culvert_konnectivity::inbox::PACE;
 use culvert_konnectivity::message::{AGENT_DATA_BYTES, ConnectId, DialId, STOCK_DATA_BYTES};
-use culvert_stream::{Sink, Source};
-use metrics::Gauge;
+use culvert_stream::connection::run_connection;
+use culvert_stream::io::{ReadSource, WriteSink};
+use culvert_stream::{CLOSE_STALL, HALF_OPEN_IDLE, Sink, Source};
+use metrics::{Counter, Gauge};
+use tokio::io::{AsyncWriteExt as _, duplex, split};
 use tokio::time::timeout;
 
 use super::*;
@@ -107,6 +112,44 @@ async fn stalled_client_loses_its_connection_and_other_connections_do_not_wait()
     assert_eq!(agent.hears.recv().await, Some(close));
     agent.stream.on_message(data(2)).await;
     assert_eq!(other.0.recv().await, Ok(Some(CHUNK)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn close_that_a_stuck_agent_does_not_answer_is_no_fault_of_the_client() {
+    let mut agent = Agent::connected();
+    let (mut source, mut sink) = agent.open(1).await;
+    let (client, near) = duplex(64);
+    let (read, write) = split(near);
+    let mut client_source = ReadSource::new(read, Bytes::new(), CloseReason::ClientLost);
+    let mut client_sink = WriteSink::new(write, CloseReason::ClientLost);
+    let cut = sink.cut();
+    let (_client_read, mut client_write) = split(client);
+    client_write.shutdown().await.unwrap();
+    let started = Instant::now();
+    let ended = run_connection(
+        (&mut client_source, &mut client_sink),
+        (&mut source, &mut sink),
+        [Counter::noop(), Counter::noop()],
+        HALF_OPEN_IDLE,
+        pin!(cut.due()),
+    )
+    .await;
+    assert_eq!(ended.reason, CloseReason::ClientClosed);
+    assert!(!ended.is_overdue());
+    assert_eq!(started.elapsed(), CLOSE_STALL);
+    let close = Message::CloseRequest {
+        connection: ConnectId(1),
+    };
+    assert_eq!(agent.hears.recv().await, Some(close));
+}
+
+#[tokio::test(start_paused = true)]
+async fn client_that_ends_and_reads_nothing_is_stalled() {
+    let mut agent = Agent::connected();
+    let (_source, mut sink) = agent.open(1).await;
+    agent.stream.on_message(data(1)).await;
+    sink.finish().await.unwrap();
+    assert_eq!(sink.cut().due().await, CloseReason::Stalled);
 }
 
 #[tokio::test(start_paused = true)]
