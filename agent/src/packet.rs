@@ -25,6 +25,11 @@ use crate::agent::Agent;
 /// throughput over long paths; a larger value adds latency to packets at the end of the queue.
 pub(crate) const OUTGOING_BYTES: usize = 512 * 1024;
 
+/// Bound of the connection id after which a stream counts up. A stock server has one table for all streams of an agent id,
+/// so the streams of an agent's processes, and of a process after a reconnect, start at random ids. The ids of two streams
+/// overlap only by a rare accident, and an id needs at most six bytes on the wire.
+const FIRST_IDS: i64 = 1 << 40;
+
 /// Shared state of one packet stream.
 pub(crate) struct ServerStream {
     /// The agent of this stream.
@@ -60,7 +65,7 @@ impl ServerStream {
         Arc::new(Self {
             agent,
             half_close,
-            mux: Mutex::default(),
+            mux: Mutex::new(Mux::after(ConnectId(rand::random_range(0..FIRST_IDS)))),
             outgoing,
             inbound,
             ended,

@@ -1,6 +1,7 @@
 //! Many connections stall at the same time, without any effect on many other connections.
 
 use std::collections::BTreeSet;
+use std::ops::RangeInclusive;
 
 use bytes::Bytes;
 use culvert_kit::client::BoxedStream;
@@ -42,14 +43,14 @@ fn bytes_of(connection: i64) -> Vec<u8> {
 
 /// Returns the flood for the stalled connections, with the bytes for the other connections in between. The
 /// ids of the other connections start at `first_other`.
-fn interleaved(first_other: i64) -> Vec<Message> {
+fn interleaved(stalled: RangeInclusive<i64>, first_other: i64) -> Vec<Message> {
     let block = Bytes::from(vec![0; 64 * 1024]);
     let others: Vec<_> = (first_other..first_other + OTHERS)
         .map(|id| (ConnectId(id), Bytes::from(bytes_of(id))))
         .collect();
     let mut messages = Vec::new();
     for round in 0..FLOOD {
-        messages.extend((1..=STALLED).map(|id| Message::Data {
+        messages.extend(stalled.clone().map(|id| Message::Data {
             connection: ConnectId(id),
             bytes: block.clone(),
         }));
@@ -226,7 +227,7 @@ async fn stalled_clients_of_a_stock_agent_are_closed_without_harming_others() {
                 stream
             });
         }
-        for message in interleaved(others) {
+        for message in interleaved(1..=STALLED, others) {
             agent.say(message).await;
         }
         let readers = timely("the others' bytes", readers.join_all()).await;
@@ -334,12 +335,14 @@ async fn stalled_endpoints_of_a_stock_server_are_closed_without_harming_others()
     );
     let mut call = server.call().await;
     let mut stalled = Vec::new();
-    for id in 1..=STALLED {
-        assert_eq!(dialed(&mut call, id, "tcp", &target).await.0, id);
+    let mut last = 0;
+    for random in 1..=STALLED {
+        last = dialed(&mut call, random, "tcp", &target).await.0;
         stalled.push(endpoint.accept().await);
     }
+    let ids = last - STALLED + 1..=last;
     let mut readers = JoinSet::new();
-    let others = STALLED + 1;
+    let others = last + 1;
     for id in others..others + OTHERS {
         assert_eq!(dialed(&mut call, id, "tcp", &target).await.0, id);
         let mut far = endpoint.accept().await;
@@ -350,7 +353,7 @@ async fn stalled_endpoints_of_a_stock_server_are_closed_without_harming_others()
             far
         });
     }
-    let saying = tokio::spawn(call.saying(interleaved(others)));
+    let saying = tokio::spawn(call.saying(interleaved(ids.clone(), others)));
     let mut closed = BTreeSet::new();
     while closed.len() < STALLED as usize {
         match call.hear().await {
@@ -367,7 +370,7 @@ async fn stalled_endpoints_of_a_stock_server_are_closed_without_harming_others()
             other => panic!("not a close: {other:?}"),
         }
     }
-    assert_eq!(closed, (1..=STALLED).collect());
+    assert_eq!(closed, ids.collect());
     timely("the flood", saying).await.unwrap();
     let mut readers = timely("the others' bytes", readers.join_all()).await;
     lone.shows("open_endpoint_connections", OTHERS as f64).await;

@@ -1,5 +1,6 @@
 //! Packets of scripted servers, and the agent's reaction to each.
 
+use std::collections::HashSet;
 use std::io::ErrorKind;
 
 use culvert_konnectivity::message::{ConnectId, DialId, Message};
@@ -128,14 +129,12 @@ async fn unknown_connections_are_answered_with_upstreams_texts() {
 }
 
 #[tokio::test]
-async fn connection_ids_start_at_1_and_failed_dials_use_one_each() {
+async fn connection_ids_count_up_and_failed_dials_use_one_each() {
     let endpoint = Endpoint::start().await;
     let target = endpoint.addr().to_string();
     let (lone, _server, mut call) = connected().await;
-    assert_eq!(
-        dialed(&mut call, 100, "tcp", &target).await,
-        (1, String::new())
-    );
+    let (first, error) = dialed(&mut call, 100, "tcp", &target).await;
+    assert_eq!(error, "");
     let cases = [
         (
             "tcp",
@@ -160,7 +159,7 @@ async fn connection_ids_start_at_1_and_failed_dials_use_one_each() {
     }
     assert_eq!(
         dialed(&mut call, 103, "tcp", &target).await,
-        (8, String::new())
+        (first + 7, String::new())
     );
     lone.shows("open_endpoint_connections", 2.0).await;
     // The end of the call ends the endpoint connections.
@@ -172,13 +171,16 @@ async fn connection_ids_start_at_1_and_failed_dials_use_one_each() {
 }
 
 #[tokio::test]
-async fn new_stream_starts_connection_ids_at_1_again() {
+async fn streams_do_not_share_connection_ids() {
     let endpoint = Endpoint::start().await;
     let target = endpoint.addr().to_string();
     let (_lone, mut server, mut call) = connected().await;
+    let mut ids = HashSet::new();
     for round in 1..=3 {
-        assert_eq!(dialed(&mut call, round, "tcp", &target).await.0, 1);
-        assert_eq!(dialed(&mut call, round, "tcp", &target).await.0, 2);
+        for _ in 0..2 {
+            let id = dialed(&mut call, round, "tcp", &target).await.0;
+            assert!(id > 0 && ids.insert(id), "{id} after {ids:?}");
+        }
         drop(call);
         call = server.call().await;
     }
@@ -190,35 +192,35 @@ async fn stock_server_gets_a_close_for_every_ended_connection() {
     let target = endpoint.addr().to_string();
     let (lone, _server, mut call) = connected().await;
     // The endpoint closes: its bytes arrive first, then the close.
-    assert_eq!(dialed(&mut call, 1, "tcp", &target).await.0, 1);
+    let (first, _) = dialed(&mut call, 1, "tcp", &target).await;
     let mut far = endpoint.accept().await;
     far.write_all(b"good bye").await.unwrap();
     far.shutdown().await.unwrap();
-    hear_bytes(&mut call, 1, b"good bye").await;
-    assert_eq!(call.hear().await, close_response(1, ""));
+    hear_bytes(&mut call, first, b"good bye").await;
+    assert_eq!(call.hear().await, close_response(first, ""));
     drop(far);
     // The endpoint resets the connection.
-    assert_eq!(dialed(&mut call, 2, "tcp", &target).await.0, 2);
+    let (second, _) = dialed(&mut call, 2, "tcp", &target).await;
     reset(endpoint.accept().await);
-    assert_eq!(call.hear().await, close_response(2, ""));
+    assert_eq!(call.hear().await, close_response(second, ""));
     // The client closes: the last bytes still reach the endpoint.
-    assert_eq!(dialed(&mut call, 3, "tcp", &target).await.0, 3);
+    let (third, _) = dialed(&mut call, 3, "tcp", &target).await;
     let mut far = endpoint.accept().await;
     let bytes = vec![3; 1024 * 1024];
     for piece in bytes.chunks(64 * 1024) {
-        call.say(data(3, piece)).await;
+        call.say(data(third, piece)).await;
     }
-    call.say(close_request(3)).await;
+    call.say(close_request(third)).await;
     let mut received = Vec::new();
     timely("the last bytes", far.read_to_end(&mut received))
         .await
         .unwrap();
     assert!(received == bytes, "{} bytes", received.len());
-    assert_eq!(call.hear().await, close_response(3, ""));
-    call.say(data(3, b"too late")).await;
+    assert_eq!(call.hear().await, close_response(third, ""));
+    call.say(data(third, b"too late")).await;
     assert_eq!(
         call.hear().await,
-        close_response(3, "unrecognized connectID")
+        close_response(third, "unrecognized connectID")
     );
     lone.shows("open_endpoint_connections", 0.0).await;
 }
@@ -228,14 +230,14 @@ async fn end_with_unread_bytes(args: &[&str]) -> (Lone, Server, TcpStream, Vec<u
     let endpoint = Endpoint::start().await;
     let target = endpoint.addr().to_string();
     let (lone, mut server, mut call) = connected_with(args).await;
-    assert_eq!(dialed(&mut call, 1, "tcp", &target).await.0, 1);
+    let (id, _) = dialed(&mut call, 1, "tcp", &target).await;
     let far = endpoint.accept().await;
     // More than the kernel takes.
     let bytes = vec![3; 5 * 1024 * 1024];
     for piece in bytes.chunks(64 * 1024) {
-        call.say(data(1, piece)).await;
+        call.say(data(id, piece)).await;
     }
-    call.say(close_request(1)).await;
+    call.say(close_request(id)).await;
     drop(call);
     server.call().await;
     (lone, server, far, bytes)
@@ -270,7 +272,7 @@ async fn drain_waits_until_a_slow_server_has_the_last_bytes() {
     let endpoint = Endpoint::start().await;
     let target = endpoint.addr().to_string();
     let (mut lone, _server, mut call) = connected_with(&["--drain-linger=0"]).await;
-    assert_eq!(dialed(&mut call, 1, "tcp", &target).await.0, 1);
+    let (first, _) = dialed(&mut call, 1, "tcp", &target).await;
     let mut far = endpoint.accept().await;
     // More than the server's window, less than the agent keeps for the server.
     let answer = vec![5; 3 * 512 * 1024];
@@ -282,12 +284,12 @@ async fn drain_waits_until_a_slow_server_has_the_last_bytes() {
     // Late dials are served meanwhile.
     call.say(dial(2, &target)).await;
     let far = endpoint.accept().await;
-    hear_bytes(&mut call, 1, &answer).await;
-    assert_eq!(call.hear().await, close_response(1, ""));
+    hear_bytes(&mut call, first, &answer).await;
+    assert_eq!(call.hear().await, close_response(first, ""));
     assert_eq!(call.hear().await, Message::Drain);
-    assert_eq!(call.hear().await, opened(DialId(2), 2));
+    assert_eq!(call.hear().await, opened(DialId(2), first + 1));
     drop(far);
-    assert_eq!(call.hear().await, close_response(2, ""));
+    assert_eq!(call.hear().await, close_response(first + 1, ""));
     call.hear_last().await;
     assert_eq!(lone.program().wait_exit(LIMIT).await.code(), Some(0));
     let log = lone.program().log();
@@ -299,9 +301,9 @@ async fn upload_that_ends_with_its_stream_is_reset() {
     let endpoint = Endpoint::start().await;
     let target = endpoint.addr().to_string();
     let (_lone, _server, mut call) = connected().await;
-    assert_eq!(dialed(&mut call, 1, "tcp", &target).await.0, 1);
+    let (id, _) = dialed(&mut call, 1, "tcp", &target).await;
     let mut far = endpoint.accept().await;
-    call.say(data(1, b"a part")).await;
+    call.say(data(id, b"a part")).await;
     far.read_exact(&mut [0; 6]).await.unwrap();
     drop(call);
     let ended = timely("the end", far.read(&mut [0; 1])).await;

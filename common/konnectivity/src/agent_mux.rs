@@ -1,6 +1,6 @@
 //! The agent's end of one server stream, without I/O: a table of connections and the effect of each packet
-//! from the server. Connection ids count up from 1 on every stream. Every dial uses an id, even if the dial
-//! fails. The error texts are upstream's.
+//! from the server. Connection ids count up. Every dial uses an id, even if the dial fails. The error texts are
+//! upstream's.
 
 use std::collections::HashMap;
 
@@ -40,10 +40,17 @@ pub enum Effect<T> {
 
 impl<T> Default for Mux<T> {
     fn default() -> Self {
+        Self::after(ConnectId(0))
+    }
+}
+
+impl<T> Mux<T> {
+    /// Creates a table whose connection ids count up from the id after `last`.
+    pub fn after(last: ConnectId) -> Self {
         Self {
             connections: HashMap::new(),
             dials: HashMap::new(),
-            last: 0,
+            last: last.0,
         }
     }
 }

@@ -35,12 +35,12 @@ fn open(mux: &mut Mux<&'static str>, random: i64, name: &'static str) -> Connect
 }
 
 #[test]
-fn ids_count_up_from_one_and_bytes_reach_their_connection() {
-    let mut mux = Mux::default();
-    assert_eq!(open(&mut mux, 70, "a"), ConnectId(1));
-    assert_eq!(open(&mut mux, 71, "b"), ConnectId(2));
-    assert!(matches!(mux.on_message(data(1)), Effect::Data("a", ..)));
-    assert!(matches!(mux.on_message(data(2)), Effect::Data("b", ..)));
+fn ids_count_up_from_the_first_and_bytes_reach_their_connection() {
+    let mut mux = Mux::after(ConnectId(40));
+    assert_eq!(open(&mut mux, 70, "a"), ConnectId(41));
+    assert_eq!(open(&mut mux, 71, "b"), ConnectId(42));
+    assert!(matches!(mux.on_message(data(41)), Effect::Data("a", ..)));
+    assert!(matches!(mux.on_message(data(42)), Effect::Data("b", ..)));
     assert_eq!(mux.on_message(data(0)), Effect::Ignored);
 }
 
