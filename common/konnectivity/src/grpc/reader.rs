@@ -5,7 +5,7 @@ use std::task::{Context, Poll, ready};
 
 use bytes::{Buf, Bytes, BytesMut};
 use h2::Reason;
-use http::{HeaderMap, StatusCode};
+use http::HeaderMap;
 use hyper::body::Body;
 use tonic::{Code, Status};
 
@@ -35,9 +35,8 @@ pub struct Reader<B = Received> {
 enum Ending {
     /// The client has sent everything.
     Request,
-    /// The trailers contain the status of the call. If the trailers are missing, the HTTP status determines
-    /// the status of the call.
-    Response(StatusCode),
+    /// The trailers contain the status of the call.
+    Response,
     /// The head contained the status.
     Told,
 }
@@ -59,9 +58,9 @@ impl<B> Reader<B> {
         Self::new(body, Ending::Request)
     }
 
-    /// Creates a reader for the response of a server with the HTTP status `status`.
-    pub fn response(body: B, status: StatusCode) -> Self {
-        Self::new(body, Ending::Response(status))
+    /// Creates a reader for the response of a server.
+    pub fn response(body: B) -> Self {
+        Self::new(body, Ending::Response)
     }
 
     /// Creates a reader for a response with a successful status in its head.
@@ -167,7 +166,10 @@ where
             return Err(Status::internal("Unexpected EOF decoding stream."));
         }
         match self.ending {
-            Ending::Response(http) if !told => Err(missing(http)),
+            Ending::Response if !told => Err(Status::unknown(
+                "protocol error: missing grpc-status trailer, stream was terminated without a \
+                 final status (possible truncation by a proxy or load balancer)",
+            )),
             _ => Ok(None),
         }
     }
@@ -239,30 +241,4 @@ pub(super) fn status_of(headers: &HeaderMap) -> Option<Status> {
     let mut headers = headers.clone();
     headers.remove(Status::GRPC_STATUS_DETAILS);
     Status::from_header_map(&headers)
-}
-
-/// Returns the status of a call that ended without a status: the gRPC mapping of HTTP status codes.
-fn missing(http: StatusCode) -> Status {
-    let code = match http {
-        StatusCode::OK => {
-            return Status::unknown(
-                "protocol error: missing grpc-status trailer, stream was terminated without a \
-                 final status (possible truncation by a proxy or load balancer)",
-            );
-        }
-        StatusCode::BAD_REQUEST => Code::Internal,
-        StatusCode::UNAUTHORIZED => Code::Unauthenticated,
-        StatusCode::FORBIDDEN => Code::PermissionDenied,
-        StatusCode::NOT_FOUND => Code::Unimplemented,
-        StatusCode::TOO_MANY_REQUESTS
-        | StatusCode::BAD_GATEWAY
-        | StatusCode::SERVICE_UNAVAILABLE
-        | StatusCode::GATEWAY_TIMEOUT => Code::Unavailable,
-        _ => Code::Unknown,
-    };
-    let http = http.as_u16();
-    Status::new(
-        code,
-        format!("grpc-status header missing, mapped from HTTP status code {http}"),
-    )
 }

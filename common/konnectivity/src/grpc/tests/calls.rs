@@ -336,14 +336,27 @@ async fn an_answer_in_a_foreign_encoding_is_refused() {
     assert!(error.to_string().contains("compressed with `gzip`"));
 }
 
+/// A proxy or another server may answer in place of the gRPC server.
 #[tokio::test]
-async fn an_answer_without_a_status_maps_its_http_status() {
-    let handle = |_| Response::builder().status(503).body(String::new()).unwrap();
-    let (_, mut reader) = called(handle, "me").await.unwrap();
-    assert_eq!(
-        reader.message().await.unwrap_err().code(),
-        Code::Unavailable
-    );
+async fn answer_with_an_http_error_is_a_refusal_that_names_the_error() {
+    for (http, code) in [
+        (403, Code::PermissionDenied),
+        (404, Code::Unimplemented),
+        (418, Code::Unknown),
+        (502, Code::Unavailable),
+    ] {
+        let handle = move |_| {
+            Response::builder()
+                .status(http)
+                .body(String::new())
+                .unwrap()
+        };
+        let Err(CallError::Refused(status)) = called(handle, "me").await else {
+            panic!("the client must refuse the answer");
+        };
+        assert_eq!(status.code(), code);
+        assert!(status.message().ends_with(&http.to_string()), "{status}");
+    }
 }
 
 #[tokio::test]
