@@ -161,7 +161,7 @@ async fn connection_of_an_agent_is_closed_after_its_call() {
 
 #[tokio::test]
 async fn agent_with_a_missing_or_repeated_id_is_refused() {
-    let topology = server_alone(Mode::Grpc).await;
+    let mut topology = server_alone(Mode::Grpc).await;
     let cases: [(&[(&str, &str)], &str); 3] = [
         (&[], "expected one agent ID in the context, got []"),
         (
@@ -180,7 +180,12 @@ async fn agent_with_a_missing_or_repeated_id_is_refused() {
     for (metadata, text) in cases {
         let status = agent_with(&topology, metadata).await.err().expect(text);
         assert_eq!((status.code(), status.message()), (Code::Unknown, text));
+        topology.server(0).wait_for_log(text, LIMIT).await;
     }
+    let garbage = [("listener", "agent"), ("reason", "garbage")];
+    let metrics = topology.server_metrics(0).await;
+    let refused = value(&metrics, "culvert_rejected_total", &garbage);
+    assert_eq!(refused, 3.0);
     server_shows(&topology, "ready_backends", &[], 0.0).await;
 }
 

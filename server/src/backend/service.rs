@@ -27,7 +27,7 @@ use super::second_link::SecondLinks;
 use super::{Backend, Place, Registration, Registry};
 use crate::listener::PeerConnection;
 use crate::listener::path_aware::LinkPath;
-use crate::metrics::{Listener, ServerMetrics, ServiceMethod};
+use crate::metrics::{Listener, RejectReason, ServerMetrics, ServiceMethod};
 
 /// Maximum length of an agent id, and of one identifier, in bytes: the limit for names of nodes and pods in Kubernetes.
 const MAX_NAME_BYTES: usize = 253;
@@ -69,23 +69,18 @@ impl Service for Agents {
     type Replies = Outgoing;
 
     async fn take(&self, request: Request<Reader>) -> Result<Response<Outgoing>, Status> {
-        let mut hello = Hello::from_metadata(request.metadata()).map_err(Status::unknown)?;
+        let hello = Hello::from_metadata(request.metadata());
+        let mut hello = hello.map_err(|why| self.refuse("", RejectReason::Garbage, why))?;
         let connection = request.extensions().get::<PeerConnection>().cloned();
         let connection = connection.ok_or_else(|| Status::internal("no connection"))?;
         if !connection.begin_review() {
             let why =
                 "the connection has another call that is not accepted; open another connection";
-            return Err(Status::unknown(why));
+            return Err(self.refuse(&hello.agent_id, RejectReason::Garbage, why.to_owned()));
         }
-        let place = match self.admit(request.metadata(), &mut hello).await {
-            Ok(place) => place,
-            Err(error) => {
-                warn!(agent = hello.agent_id, %error, "agent refused");
-                let labels = (Listener::Agent, error.reason());
-                self.metrics.rejected.get(labels).increment(1);
-                return Err(Status::unknown(error.to_string()));
-            }
-        };
+        let admitted = self.admit(request.metadata(), &mut hello).await;
+        let place = admitted
+            .map_err(|error| self.refuse(&hello.agent_id, error.reason(), error.to_string()))?;
         connection.admit();
         let carrier = Carrier {
             cut: connection.cut,
@@ -150,6 +145,15 @@ impl Agents {
 }
 
 impl Agents {
+    /// Logs and counts a refused agent, and returns the status for the agent.
+    fn refuse(&self, agent: &str, reason: RejectReason, error: String) -> Status {
+        let (peer, label) = (self.peer.address, reason.as_str());
+        warn!(agent, %peer, reason = label, error, "agent refused");
+        let rejected = self.metrics.rejected.get((Listener::Agent, reason));
+        rejected.increment(1);
+        Status::unknown(error)
+    }
+
     /// Returns the service for one connection. `certificates` is the chain that the TLS handshake has verified.
     pub(crate) fn of_peer(
         mut self,
@@ -330,7 +334,6 @@ mod tests {
 
     use super::super::registry::AgentLimits;
     use super::*;
-    use crate::metrics::RejectReason;
 
     const LIMITS: AgentLimits = AgentLimits {
         agents: MAX_STREAMS + 2,
