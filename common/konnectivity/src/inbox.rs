@@ -39,8 +39,9 @@ const ITEM_BYTES: usize = 128;
 /// Longest queue, in items, that keeps its memory when it becomes empty.
 const KEEP_ITEMS: usize = 64;
 
-/// Longest wait of the stream's reader for one connection, per packet beyond the connection's budget. With
-/// the 32 KiB packets of stock programs, a receiver that reads 640 KiB/s gets back below its budget.
+/// Longest wait of the stream's reader for one connection, per packet beyond the connection's budget. A stock agent sends
+/// packets of 4 KiB, so a receiver that reads 80 KiB/s gets back below its budget. With packets of 32 KiB, a receiver
+/// needs 640 KiB/s.
 pub const PACE: Duration = Duration::from_millis(50);
 
 /// Time without a read after which a receiver counts as stalled. The stream's reader does not wait for a
