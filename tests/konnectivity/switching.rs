@@ -336,7 +336,12 @@ async fn switch_api_accepts_only_the_servers_user_on_the_admin_socket() {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
     }
     let program = server.path("culvert");
-    std::fs::copy(ours("culvert"), &program).unwrap();
+    // A copy by this process could not run while a child of another test still has the file open for writing.
+    let copied = Command::new("cp")
+        .arg(ours("culvert"))
+        .arg(&program)
+        .status();
+    assert!(copied.unwrap().success());
     let ask = |uid: u32| -> Output {
         let mut command = Command::new(&program);
         command.arg("status").arg("--admin-uds").arg(&socket);
