@@ -130,10 +130,15 @@ pub(super) struct TunnelFlags {
     #[arg(long, value_name = "DURATION", default_value = "10s")]
     pub(super) stall_timeout: GoDuration,
 
-    /// Time for connections to end after SIGTERM; connections still open are then closed. Must be shorter
-    /// than the pod's termination grace period
-    #[arg(long, value_name = "DURATION", default_value = "10m")]
-    pub(super) drain_timeout: GoDuration,
+    /// Time for connections to end after SIGTERM, 10m by default; connections still open are then closed. Must be
+    /// shorter than the pod's termination grace period
+    #[arg(long, value_name = "DURATION")]
+    pub(super) drain_timeout: Option<GoDuration>,
+
+    /// The server's name of --drain-timeout, for argument lists that server and agent share; has no effect beside
+    /// --drain-timeout
+    #[arg(long, value_name = "DURATION")]
+    pub(super) graceful_shutdown_timeout: Option<GoDuration>,
 
     /// Time a draining agent without connections keeps serving new ones before the agent exits
     #[arg(long, value_name = "DURATION", default_value = "5s")]

@@ -271,6 +271,10 @@ fn invalid_flags_are_rejected_with_a_reason() {
             "error checking kubeconfig @no, got stat @no: no such file or directory",
         ),
         ("--drain-timeout=-1s", "drain-timeout must be >= 0, got -1s"),
+        (
+            "--graceful-shutdown-timeout=-1s",
+            "graceful-shutdown-timeout must be >= 0, got -1s",
+        ),
         ("--drain-linger=-1s", "drain-linger must be >= 0, got -1s"),
         (
             "--lease-label-selector=a in b",
@@ -376,6 +380,16 @@ fn lease_label_is_an_alias_of_lease_label_selector() {
     let help = files.read(&["--help"]).unwrap_err();
     assert_eq!(help.code, 0);
     assert!(!help.text.contains("--lease-label "), "{}", help.text);
+}
+
+#[test]
+fn graceful_shutdown_timeout_is_another_name_of_drain_timeout() {
+    let files = Files::new();
+    let drain = |line: &[&str]| files.read(line).unwrap().drain_timeout;
+    let both = ["--graceful-shutdown-timeout=25s", "--drain-timeout=40s"];
+    assert_eq!(drain(&both[..1]), Duration::from_secs(25));
+    assert_eq!(drain(&both), Duration::from_secs(40));
+    assert_eq!(drain(&[both[1], both[0]]), Duration::from_secs(40));
 }
 
 #[test]

@@ -8,11 +8,14 @@ use culvert_host::flags::{HostPort, Problems, StringSlice};
 use culvert_host::net::destinations::{Destinations, Program};
 use culvert_konnectivity::identifiers;
 
-use super::flags::{CONTENT_TYPE, DestinationFlags, Flags, SERVER_HOST, ServerFlags};
+use super::flags::{CONTENT_TYPE, DestinationFlags, Flags, SERVER_HOST, ServerFlags, TunnelFlags};
 use super::{
     ClientCert, Config, INTERVAL_FLOOR, KEEPALIVE_FLOOR, LeaseCount, LinkTransport,
     ServerCountSource, XFR_CHANNEL_SIZE_MAX,
 };
+
+/// Default of `--drain-timeout`.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Longest ALPN name, in bytes. The wire format has a one-byte length (RFC 7301).
 const MAX_ALPN: usize = 255;
@@ -38,7 +41,7 @@ impl Flags {
         let (sync_interval, sync_interval_cap) = self.intervals(p);
         let keepalive = self.server.keepalive_time;
         let keepalive_time = p.at_least("keepalive-time", keepalive, KEEPALIVE_FLOOR);
-        let drain_timeout = p.not_negative("drain-timeout", self.tunnel.drain_timeout);
+        let drain_timeout = self.tunnel.drain_timeout(p);
         let drain_linger = p.not_negative("drain-linger", self.tunnel.drain_linger);
         let resume_grace = p.not_negative("resume-grace", self.tunnel.resume_grace);
         let token_path = p.file("service account token path", &id.service_account_token_path);
@@ -178,6 +181,17 @@ impl ServerFlags {
             });
         }
         names
+    }
+}
+
+impl TunnelFlags {
+    /// Returns `--drain-timeout`, also under its name of the server.
+    fn drain_timeout(&self, p: &mut Problems) -> Duration {
+        match (self.drain_timeout, self.graceful_shutdown_timeout) {
+            (Some(time), _) => p.not_negative("drain-timeout", time),
+            (None, Some(time)) => p.not_negative("graceful-shutdown-timeout", time),
+            (None, None) => DRAIN_TIMEOUT,
+        }
     }
 }
 
