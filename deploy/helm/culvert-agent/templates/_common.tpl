@@ -133,9 +133,9 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- end }}
 
 {{/* Probes that are not empty. `host` is the address of the health listener, `liveness` the path of the liveness probe, by
-default /healthz. */}}
+default /healthz. For a listener on all addresses, the kubelet uses the address of the pod. */}}
 {{- define "culvert.probes" -}}
-{{- $host := .host -}}
+{{- $host := has .host (list "0.0.0.0" "::" "[::]") | ternary "" .host -}}
 {{- range $kind, $path := dict "startup" "/healthz" "liveness" (.liveness | default "/healthz") "readiness" "/readyz" }}
 {{- with index $.root.Values.probes $kind }}
 {{- $get := dict "path" $path "port" "health" }}
