@@ -285,8 +285,10 @@ of a TLS Service, `nodePort` the value of the annotation with NodePort. */}}
 {{- toYaml (dict "type" $type "annotations" $annotations) }}
 {{- end }}
 
+{{/* PodMonitor of the pods of the release. `others` has the values of app.kubernetes.io/name for more pods. */}}
 {{- define "culvert.podMonitor" -}}
 {{- $root := .root -}}
+{{- $others := .others -}}
 {{- with $root.Values.monitoring.podMonitor }}
 {{- if .enabled }}
 apiVersion: monitoring.coreos.com/v1
@@ -300,7 +302,15 @@ metadata:
     {{- end }}
 spec:
   selector:
+    {{- with $others }}
+    {{- $names := prepend . (include (printf "%s.name" $root.Chart.Name) $root) }}
+    matchLabels:
+      app.kubernetes.io/instance: {{ $root.Release.Name | toYaml }}
+    matchExpressions:
+      - {key: app.kubernetes.io/name, operator: In, values: [{{ join ", " $names }}]}
+    {{- else }}
     matchLabels: {{- include "culvert.selector" $root | nindent 6 }}
+    {{- end }}
   podMetricsEndpoints:
     - port: health
       path: {{ $.path }}
