@@ -105,11 +105,11 @@
     sources:
       {{- if $v.ca.secret }}
       - secret:
-          name: {{ $v.ca.secret }}
+          name: {{ $v.ca.secret | toYaml }}
           items: [{key: {{ $v.ca.key }}, path: ca.crt}]
       {{- else }}
       - configMap:
-          name: {{ $v.ca.configMap }}
+          name: {{ $v.ca.configMap | toYaml }}
           items: [{key: {{ $v.ca.key }}, path: ca.crt}]
       {{- end }}
       {{- if eq $v.auth "token" }}
@@ -119,20 +119,20 @@
           path: {{ $v.token.file }}
       {{- else }}
       - secret:
-          name: {{ $v.mtls.secret }}
+          name: {{ $v.mtls.secret | toYaml }}
           items: [{key: {{ $v.mtls.certKey }}, path: tls.crt}, {key: {{ $v.mtls.keyKey }}, path: tls.key}]
       {{- end }}
 {{- end }}
 {{- if or $v.openvpn.remotes $v.openvpn.configMap }}
 - name: openvpn-certificates
   secret:
-    secretName: {{ $v.openvpn.secret }}
+    secretName: {{ $v.openvpn.secret | toYaml }}
     defaultMode: 0440
 {{- end }}
 {{- with $v.openvpn.configMap }}
 - name: openvpn-config
   configMap:
-    name: {{ . }}
+    name: {{ . | toYaml }}
 {{- end }}
 {{- with $v.extraVolumes }}
 {{ toYaml . }}

@@ -12,7 +12,7 @@
 {{/* Labels that never change. Each chart defines "NAME-OF-CHART.name". */}}
 {{- define "culvert.selector" -}}
 app.kubernetes.io/name: {{ include (printf "%s.name" .Chart.Name) . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | toYaml }}
 {{- end }}
 
 {{/* Labels of pods. A new version of the chart alone does not change them, so that it replaces no pod. */}}
@@ -58,7 +58,7 @@ terminationMessagePolicy: FallbackToLogsOnError
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . }}
+  - name: {{ . | toYaml }}
   {{- end }}
 {{- end }}
 {{- end }}
@@ -178,8 +178,8 @@ that are not ready, too. */}}
 apiVersion: v1
 kind: Service
 metadata:
-  name: {{ $name }}
-  namespace: {{ $root.Release.Namespace }}
+  name: {{ $name | toYaml }}
+  namespace: {{ $root.Release.Namespace | toYaml }}
   labels: {{- include "culvert.labels" $root | nindent 4 }}
   annotations:
     helm.sh/hook: test
@@ -199,11 +199,11 @@ spec:
 apiVersion: v1
 kind: Pod
 metadata:
-  name: {{ $name }}
-  namespace: {{ $root.Release.Namespace }}
+  name: {{ $name | toYaml }}
+  namespace: {{ $root.Release.Namespace | toYaml }}
   labels:
     app.kubernetes.io/name: {{ include (printf "%s.name" $root.Chart.Name) $root }}-test
-    app.kubernetes.io/instance: {{ $root.Release.Name }}
+    app.kubernetes.io/instance: {{ $root.Release.Name | toYaml }}
   annotations:
     helm.sh/hook: test
     helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
@@ -294,8 +294,8 @@ of a TLS Service, `nodePort` the value of the annotation with NodePort. */}}
 apiVersion: monitoring.coreos.com/v1
 kind: PodMonitor
 metadata:
-  name: {{ include "culvert.fullname" $root }}
-  namespace: {{ $root.Release.Namespace }}
+  name: {{ include "culvert.fullname" $root | toYaml }}
+  namespace: {{ $root.Release.Namespace | toYaml }}
   labels: {{- include "culvert.labels" $root | nindent 4 }}
     {{- with .labels }}
     {{- toYaml . | nindent 4 }}

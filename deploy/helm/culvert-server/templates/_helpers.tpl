@@ -127,7 +127,7 @@ would only lengthen the outage. */}}
   folder: /etc/culvert/front-end
   source:
     secret:
-      secretName: {{ $v.frontEnd.secret }}
+      secretName: {{ $v.frontEnd.secret | toYaml }}
       defaultMode: 0440
       items:
         - {key: {{ $v.frontEnd.certKey }}, path: tls.crt}
@@ -140,13 +140,13 @@ would only lengthen the outage. */}}
       defaultMode: 0440
       sources:
         - secret:
-            name: {{ $v.agents.secret }}
+            name: {{ $v.agents.secret | toYaml }}
             items:
               - {key: {{ $v.agents.certKey }}, path: tls.crt}
               - {key: {{ $v.agents.keyKey }}, path: tls.key}
         {{- if eq $v.agents.auth "mtls" }}
         - secret:
-            name: {{ $v.agents.caSecret }}
+            name: {{ $v.agents.caSecret | toYaml }}
             items: [{key: {{ $v.agents.caKey }}, path: ca.crt}]
         {{- end }}
 {{- with $v.kubeconfig.secret }}
@@ -154,7 +154,7 @@ would only lengthen the outage. */}}
   folder: /etc/culvert/kubeconfig
   source:
     secret:
-      secretName: {{ . }}
+      secretName: {{ . | toYaml }}
       defaultMode: 0440
       items: [{key: {{ $v.kubeconfig.key }}, path: kubeconfig}]
 {{- end }}
@@ -162,14 +162,14 @@ would only lengthen the outage. */}}
 - name: admin
   folder: /etc/culvert/admin
   source:
-    secret: {secretName: {{ . }}, defaultMode: 0440}
+    secret: {secretName: {{ . | toYaml }}, defaultMode: 0440}
 {{- end }}
 {{- if and (not $v.compat) (or $v.admin.socket $v.openvpn.enabled) }}
 - name: run
   folder: /run/culvert
   source:
     {{- if and $v.openvpn.enabled $v.tunnel.stateClaim }}
-    persistentVolumeClaim: {claimName: {{ $v.tunnel.stateClaim }}}
+    persistentVolumeClaim: {claimName: {{ $v.tunnel.stateClaim | toYaml }}}
     {{- else }}
     emptyDir: {}
     {{- end }}
@@ -182,15 +182,15 @@ would only lengthen the outage. */}}
 - name: openvpn-ca
   folder: /etc/openvpn/pki/ca
   source:
-    secret: {secretName: {{ $v.openvpn.caSecret }}, defaultMode: 0440, items: [{key: ca.crt, path: ca.crt}]}
+    secret: {secretName: {{ $v.openvpn.caSecret | toYaml }}, defaultMode: 0440, items: [{key: ca.crt, path: ca.crt}]}
 - name: openvpn-server
   folder: /etc/openvpn/pki/server
   source:
-    secret: {secretName: {{ $v.openvpn.serverSecret }}, defaultMode: 0440}
+    secret: {secretName: {{ $v.openvpn.serverSecret | toYaml }}, defaultMode: 0440}
 - name: openvpn-clients
   folder: /etc/openvpn/clients
   source:
-    configMap: {name: {{ $v.openvpn.clientConfigMap | default (printf "%s-openvpn-clients" (include "culvert.fullname" .)) }}}
+    configMap: {name: {{ $v.openvpn.clientConfigMap | default (printf "%s-openvpn-clients" (include "culvert.fullname" .)) | toYaml }}}
 {{- end }}
 {{- end }}
 
