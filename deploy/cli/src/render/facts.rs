@@ -4,13 +4,17 @@ use std::collections::BTreeMap;
 
 use serde::Deserialize;
 
-use super::spec::{ComponentsOverride, Spec};
+use super::spec::{ComponentsOverride, Spec, present};
+
+/// Port of the API server, and of the front door's TLS listener, with the strategy Tunneling.
+pub(super) const TUNNELING_PORT: u16 = 6443;
 
 /// Values of the cluster file beside `spec`. Flags override them.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(rename_all = "camelCase", default, deny_unknown_fields)]
 pub(crate) struct Facts {
     /// Labels and specification of the cluster; the parser moves them out.
+    #[serde(deserialize_with = "present")]
     pub(super) labels: BTreeMap<String, String>,
     pub(super) spec: Option<Spec>,
     /// Id of the cluster; the namespace in the seed is `cluster-<id>`.
@@ -27,11 +31,13 @@ pub(crate) struct Facts {
     /// Public address of the API server.
     #[serde(rename = "addressIP")]
     pub(crate) address_ip: Option<String>,
+    #[serde(deserialize_with = "present")]
     pub(crate) node_ports: NodePorts,
     pub(crate) apiserver_replicas: Option<i32>,
     /// Network by which the OpenVPN tunnel addresses nodes. Default 10.254.0.0/16.
     pub(crate) node_access_network: Option<String>,
     /// Networks of the nodes, for the OpenVPN client.
+    #[serde(deserialize_with = "present")]
     pub(crate) node_networks: Vec<String>,
     /// Number of nodes, if known.
     pub(crate) nodes: Option<u32>,
@@ -39,15 +45,19 @@ pub(crate) struct Facts {
     pub(crate) provider: Option<String>,
     /// Namespace of the seed's own front door. Default kubermatic.
     pub(crate) door_namespace: Option<String>,
+    #[serde(deserialize_with = "present")]
     pub(crate) images: Images,
     /// Registry, with its folders, of the images without a value of their own.
     pub(crate) registry: Option<String>,
     /// Secrets for the registry of the images. `None`: KKP's Secret in the seed, and no Secret in the user cluster.
     pub(crate) image_pull_secrets: Option<Vec<String>>,
     /// Further versions of CNI plugins that the installation accepts.
+    #[serde(deserialize_with = "present")]
     pub(crate) cni_versions: Vec<String>,
+    #[serde(deserialize_with = "present")]
     pub(crate) seed: Seed,
     /// KKP's KubermaticConfiguration.
+    #[serde(deserialize_with = "present")]
     pub(crate) configuration: Configuration,
 }
 
@@ -77,11 +87,18 @@ pub(crate) struct Images {
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(rename_all = "camelCase", default, deny_unknown_fields)]
 pub(crate) struct Seed {
+    #[serde(deserialize_with = "present")]
     pub(crate) expose_strategy: String,
+    #[serde(deserialize_with = "present")]
     pub(crate) nodeport_proxy: NodeportProxy,
-    #[serde(rename = "defaultAPIServerAllowedIPRanges")]
+    #[serde(
+        rename = "defaultAPIServerAllowedIPRanges",
+        deserialize_with = "present"
+    )]
     pub(crate) default_api_server_allowed_ip_ranges: Vec<String>,
+    #[serde(deserialize_with = "present")]
     pub(crate) default_component_settings: ComponentsOverride,
+    #[serde(deserialize_with = "present")]
     pub(crate) datacenter: Datacenter,
 }
 
@@ -89,6 +106,7 @@ pub(crate) struct Seed {
 #[serde(rename_all = "camelCase", default, deny_unknown_fields)]
 pub(crate) struct Datacenter {
     /// `spec.openstack.ipv6Enabled` or `spec.vsphere.ipv6Enabled` of KKP's datacenter.
+    #[serde(deserialize_with = "present")]
     pub(crate) ipv6_enabled: bool,
 }
 
@@ -96,7 +114,9 @@ pub(crate) struct Datacenter {
 #[serde(rename_all = "camelCase", default, deny_unknown_fields)]
 pub(crate) struct NodeportProxy {
     /// Annotations of load balancers; deprecated by KKP, but in force.
+    #[serde(deserialize_with = "present")]
     pub(crate) annotations: BTreeMap<String, String>,
+    #[serde(deserialize_with = "present")]
     pub(crate) envoy: Envoy,
 }
 
@@ -104,7 +124,9 @@ pub(crate) struct NodeportProxy {
 #[serde(rename_all = "camelCase", default, deny_unknown_fields)]
 pub(crate) struct Envoy {
     pub(crate) replicas: Option<i32>,
+    #[serde(deserialize_with = "present")]
     pub(crate) connection_settings: ConnectionSettings,
+    #[serde(deserialize_with = "present")]
     pub(crate) load_balancer_service: LoadBalancerService,
 }
 
@@ -133,13 +155,16 @@ pub(crate) struct ConnectionSettings {
 #[serde(rename_all = "camelCase", default, deny_unknown_fields)]
 pub(crate) struct LoadBalancerService {
     /// Annotations of load balancers. They replace annotations of [`NodeportProxy`] with the same name.
+    #[serde(deserialize_with = "present")]
     pub(crate) annotations: BTreeMap<String, String>,
+    #[serde(deserialize_with = "present")]
     pub(crate) source_ranges: Vec<String>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default, deny_unknown_fields)]
 pub(crate) struct Configuration {
+    #[serde(deserialize_with = "present")]
     pub(crate) expose_strategy: String,
 }
 

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use serde::Deserialize;
 
-use super::facts::{Facts, Images, NodePorts, Seed};
-use super::spec::Spec;
+use super::facts::{Facts, Images, NodePorts, Seed, TUNNELING_PORT};
+use super::spec::{Spec, present};
 
 /// A cluster as read from files and flags, before defaults.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -30,8 +30,11 @@ struct Head {
 #[derive(Deserialize, Default)]
 #[serde(default)]
 struct Object {
+    #[serde(deserialize_with = "present")]
     metadata: Metadata,
+    #[serde(deserialize_with = "present")]
     spec: Spec,
+    #[serde(deserialize_with = "present")]
     status: Status,
 }
 
@@ -39,12 +42,14 @@ struct Object {
 #[serde(default)]
 struct Metadata {
     name: Option<String>,
+    #[serde(deserialize_with = "present")]
     labels: BTreeMap<String, String>,
 }
 
 #[derive(Deserialize, Default)]
 #[serde(default)]
 struct Status {
+    #[serde(deserialize_with = "present")]
     address: Address,
 }
 
@@ -104,15 +109,24 @@ pub(crate) fn parse_facts(text: &str) -> anyhow::Result<Facts> {
     Ok(facts)
 }
 
-/// Parses YAML; an empty text has the default value.
+/// Parses YAML; an empty text has the default value. Empty documents are ignored.
+///
+/// # Errors
+/// Fails if the text is not YAML of the type, or has more than one document.
 fn read<T: Default + serde::de::DeserializeOwned>(text: &str) -> anyhow::Result<T> {
-    let value: Option<T> = serde_saphyr::from_str(text).map_err(|error| {
+    let documents: Vec<T> = serde_saphyr::from_multiple(text).map_err(|error| {
         // The further lines show an excerpt of the file.
         let text = error.to_string();
         let first = text.lines().next().unwrap_or_default();
         anyhow::anyhow!("{}", first.trim_start_matches("error: "))
     })?;
-    Ok(value.unwrap_or_default())
+    let mut documents = documents.into_iter();
+    let value = documents.next().unwrap_or_default();
+    anyhow::ensure!(
+        documents.next().is_none(),
+        "the file has more than one document; remove all but one"
+    );
+    Ok(value)
 }
 
 // === impl Input ===
@@ -131,9 +145,9 @@ impl From<Object> for Input {
             address_ip: filled(ip),
             ..Facts::default()
         };
-        if object.spec.expose_strategy != "Tunneling" {
-            facts.node_ports.apiserver = port;
-        }
+        // With Tunneling, the port is not a node port. A file for a change of the strategy has the new strategy, and the
+        // status of the old one.
+        facts.node_ports.apiserver = port.filter(|port| *port != TUNNELING_PORT);
         Self {
             labels: object.metadata.labels,
             spec: object.spec,

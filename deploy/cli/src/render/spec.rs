@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use serde::Deserialize;
+use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
 /// `spec` of a Cluster. Other fields are ignored.
@@ -10,13 +10,17 @@ use serde_json::Value;
 #[serde(rename_all = "camelCase", default)]
 pub(crate) struct Spec {
     pub(crate) version: Option<String>,
+    #[serde(deserialize_with = "present")]
     pub(crate) expose_strategy: String,
+    #[serde(deserialize_with = "present")]
     pub(crate) cloud: Cloud,
     pub(crate) cluster_network: Option<ClusterNetwork>,
     pub(crate) cni_plugin: Option<CniPlugin>,
+    #[serde(deserialize_with = "present")]
     pub(crate) components_override: ComponentsOverride,
     #[serde(rename = "apiServerAllowedIPRanges")]
     pub(crate) api_server_allowed_ip_ranges: Option<CidrBlocks>,
+    #[serde(deserialize_with = "present")]
     pub(crate) features: BTreeMap<String, bool>,
     pub(crate) service_account: Option<ServiceAccount>,
 }
@@ -26,14 +30,17 @@ pub(crate) struct Spec {
 #[serde(rename_all = "camelCase", default)]
 pub(crate) struct ServiceAccount {
     /// Issuer of service account tokens; empty for the URL of the API server.
+    #[serde(deserialize_with = "present")]
     pub(crate) issuer: String,
     /// Audiences of kube-apiserver, in place of the issuer.
+    #[serde(deserialize_with = "present")]
     pub(crate) api_audiences: Vec<String>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(crate) struct Cloud {
+    #[serde(deserialize_with = "present")]
     pub(crate) provider_name: String,
 }
 
@@ -41,14 +48,19 @@ pub(crate) struct Cloud {
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(crate) struct ClusterNetwork {
+    #[serde(deserialize_with = "present")]
     pub(crate) ip_family: String,
+    #[serde(deserialize_with = "present")]
     pub(crate) pods: CidrBlocks,
+    #[serde(deserialize_with = "present")]
     pub(crate) services: CidrBlocks,
     #[serde(rename = "nodeCidrMaskSizeIPv4")]
     pub(crate) node_cidr_mask_size_ipv4: Option<i32>,
     #[serde(rename = "nodeCidrMaskSizeIPv6")]
     pub(crate) node_cidr_mask_size_ipv6: Option<i32>,
+    #[serde(deserialize_with = "present")]
     pub(crate) dns_domain: String,
+    #[serde(deserialize_with = "present")]
     pub(crate) proxy_mode: String,
     pub(crate) ipvs: Option<Ipvs>,
     #[serde(rename = "nodeLocalDNSCacheEnabled")]
@@ -56,7 +68,7 @@ pub(crate) struct ClusterNetwork {
     #[serde(rename = "coreDNSReplicas")]
     pub(crate) core_dns_replicas: Option<i32>,
     pub(crate) konnectivity_enabled: Option<bool>,
-    #[serde(rename = "tunnelingAgentIP")]
+    #[serde(rename = "tunnelingAgentIP", deserialize_with = "present")]
     pub(crate) tunneling_agent_ip: String,
     /// Fields that KKP does not know.
     #[serde(flatten)]
@@ -67,6 +79,7 @@ pub(crate) struct ClusterNetwork {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(crate) struct CidrBlocks {
+    #[serde(deserialize_with = "present")]
     pub(crate) cidr_blocks: Vec<String>,
 }
 
@@ -79,8 +92,9 @@ pub(crate) struct Ipvs {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub(crate) struct CniPlugin {
-    #[serde(rename = "type")]
+    #[serde(rename = "type", deserialize_with = "present")]
     pub(crate) kind: String,
+    #[serde(deserialize_with = "present")]
     pub(crate) version: String,
 }
 
@@ -88,9 +102,13 @@ pub(crate) struct CniPlugin {
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub(crate) struct ComponentsOverride {
+    #[serde(deserialize_with = "present")]
     pub(crate) apiserver: ApiserverSettings,
+    #[serde(deserialize_with = "present")]
     pub(crate) konnectivity_proxy: KonnectivityProxy,
+    #[serde(deserialize_with = "present")]
     pub(crate) node_port_proxy_envoy: DeploymentSettings,
+    #[serde(deserialize_with = "present")]
     pub(crate) envoy_agent: DeploymentSettings,
     #[serde(rename = "coreDNS")]
     pub(crate) core_dns: Option<DeploymentSettings>,
@@ -100,6 +118,7 @@ pub(crate) struct ComponentsOverride {
 #[serde(rename_all = "camelCase", default)]
 pub(crate) struct ApiserverSettings {
     pub(crate) replicas: Option<i32>,
+    #[serde(deserialize_with = "present")]
     pub(crate) node_port_range: String,
     pub(crate) endpoint_reconciling_disabled: Option<bool>,
 }
@@ -108,9 +127,13 @@ pub(crate) struct ApiserverSettings {
 #[serde(rename_all = "camelCase", default)]
 pub(crate) struct KonnectivityProxy {
     pub(crate) resources: Option<Resources>,
+    #[serde(deserialize_with = "present")]
     pub(crate) keepalive_time: String,
+    #[serde(deserialize_with = "present")]
     pub(crate) args: Vec<String>,
+    #[serde(deserialize_with = "present")]
     pub(crate) host_anti_affinity: String,
+    #[serde(deserialize_with = "present")]
     pub(crate) zone_anti_affinity: String,
 }
 
@@ -125,8 +148,20 @@ pub(crate) struct DeploymentSettings {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub(crate) struct Resources {
+    #[serde(deserialize_with = "present")]
     pub(crate) requests: BTreeMap<String, String>,
+    #[serde(deserialize_with = "present")]
     pub(crate) limits: BTreeMap<String, String>,
+}
+
+/// Reads a field whose value may be `null`, as Go writes empty lists: the default value then.
+pub(super) fn present<'de, D, T>(deserializer: D) -> Result<T, D::Error>
+where
+    D: Deserializer<'de>,
+    T: Default + Deserialize<'de>,
+{
+    let value: Option<T> = Option::deserialize(deserializer)?;
+    Ok(value.unwrap_or_default())
 }
 
 // === impl CidrBlocks ===

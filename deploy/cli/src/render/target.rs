@@ -5,10 +5,9 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 
 use super::cluster::{Cluster, Tunnel};
+use super::facts::TUNNELING_PORT;
 use super::finding::{Findings, Problem};
 
-/// Port of the API server, and of the front door's TLS listener, with the strategy Tunneling.
-pub(super) const TUNNELING_PORT: u16 = 6443;
 /// Port of the OpenVPN server.
 pub(super) const OPENVPN_PORT: u16 = 1194;
 /// Interval of keepalives without `keepaliveTime`.

@@ -768,6 +768,10 @@ fn both_formats_and_mistakes_of_the_file_are_told_apart() {
     let read = input::parse(object).unwrap();
     assert_eq!(read.facts.cluster_id.as_deref(), Some("abc"));
     assert_eq!(read.facts.node_ports.apiserver, Some(31000));
+    // The status is that of Tunneling until the new strategy is in the cluster.
+    let changed = object.replace("31000", "6443");
+    let changed = input::parse(&changed).unwrap();
+    assert_eq!(changed.facts.node_ports.apiserver, None);
     assert_eq!(read.spec.cloud.provider_name, "aws");
     assert!(read.labels.contains_key("x"));
     let error = |text| input::parse(text).unwrap_err().to_string();
@@ -781,4 +785,33 @@ fn both_formats_and_mistakes_of_the_file_are_told_apart() {
         "kind Seed of apiVersion kubermatic.k8c.io/v1 is not a cluster; expected kind Cluster of kubermatic.k8c.io/v1, or a file without kind and apiVersion"
     );
     assert!(input::parse_facts("spec: {}").is_err());
+    let two = "clusterID: a\n---\nclusterID: b";
+    assert!(
+        error(two).contains("more than one document"),
+        "{}",
+        error(two)
+    );
+}
+
+#[test]
+fn empty_documents_and_null_are_ignored() {
+    let read = |text: &str| input::parse(text).unwrap();
+    let plain = read("clusterID: a");
+    for text in [
+        "---\nclusterID: a\n---\n",
+        "clusterID: a\nlabels: null\nnodePorts: null\nnodeNetworks: null\nseed: null\nimages: null\nspec: null",
+    ] {
+        assert_eq!(read(text), plain, "{text}");
+    }
+    let empty = read("spec: {clusterNetwork: {}}").spec;
+    let null = "spec: {exposeStrategy: null, cloud: null, features: null, componentsOverride: null, \
+                clusterNetwork: {ipFamily: null, pods: null, services: {cidrBlocks: null}}}";
+    assert_eq!(read(null).spec, empty);
+    let object = |labels: &str| {
+        let text = format!(
+            "apiVersion: kubermatic.k8c.io/v1\nkind: Cluster\nmetadata: {{labels: {labels}}}\nstatus: null"
+        );
+        read(&text)
+    };
+    assert_eq!(object("null"), object("{}"));
 }
