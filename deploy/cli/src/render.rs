@@ -79,7 +79,9 @@ fn render(options: &Options) -> anyhow::Result<Outcome> {
             let mut before = input.clone();
             plan::apply(from, &mut before);
             let mut findings = Findings::default();
-            Target::new(&Cluster::new(before, true, &mut findings), &mut findings);
+            let before = Cluster::new(before, true, &mut findings);
+            rules::check(&before, None, &mut findings);
+            Target::new(&before, &mut findings);
             findings.warnings.clear();
             if !findings.problems.is_empty() {
                 report(&findings);

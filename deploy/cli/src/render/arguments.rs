@@ -95,7 +95,7 @@ fn openvpn_server(target: &Target<'_>) -> Vec<String> {
         format!("--openvpn-push-route={routes}"),
         format!(
             "--openvpn-node-access-network={}",
-            target.cluster.node_access_network
+            target.node_access_network()
         ),
         "--openvpn-watch-nodes=true".to_owned(),
     ]
@@ -124,8 +124,10 @@ pub(super) fn agent(target: &Target<'_>) -> Vec<String> {
     ];
     args.extend(channel_size(target, user));
     // Shorter than the grace period of pods. The stock agent does not know the flag.
+    let is_set = |flag: &str| user.iter().any(|arg| arg.starts_with(flag));
     if !target.is_stock(Program::Agent)
-        && !user.iter().any(|arg| arg.starts_with("--drain-timeout"))
+        && !is_set("--drain-timeout")
+        && !is_set("--graceful-shutdown-timeout")
     {
         args.push("--drain-timeout=25s".to_owned());
     }
@@ -149,7 +151,7 @@ pub(super) fn openvpn_client(target: &Target<'_>) -> Vec<String> {
         ),
         format!(
             "--openvpn-node-access-network={}",
-            target.cluster.node_access_network
+            target.node_access_network()
         ),
         "--admin-server-port=8133".to_owned(),
         "--health-server-port=8134".to_owned(),

@@ -12,7 +12,7 @@ use clap::ValueEnum;
 use serde_json::{Value, json};
 
 use super::apiserver::Apiserver;
-use super::spec::Resources;
+use super::spec::{Resources, quantity};
 use super::target::Target;
 
 /// Secret for registries that KKP keeps in the namespace of every cluster in the seed: `ImagePullSecretName` in
@@ -102,19 +102,29 @@ impl Object {
     }
 }
 
-/// Returns requests and limits, replaced by the settings of the cluster.
+/// Returns requests and limits, replaced by the settings of the cluster. The API refuses a request above its limit, so the
+/// defaults follow a given request or limit.
 fn resources(given: Option<&Resources>, requests: [&str; 2], limits: [&str; 2]) -> Value {
     let of = |given: Option<&BTreeMap<String, String>>, [cpu, memory]: [&str; 2]| {
         let given = given.filter(|given| !given.is_empty());
-        given.map_or_else(
-            || json!({"cpu": cpu, "memory": memory}),
-            |given| json!(given),
-        )
+        given.cloned().unwrap_or_else(|| {
+            let defaults = [("cpu", cpu), ("memory", memory)];
+            BTreeMap::from(defaults.map(|(name, value)| (name.to_owned(), value.to_owned())))
+        })
     };
-    json!({
-        "requests": of(given.map(|given| &given.requests), requests),
-        "limits": of(given.map(|given| &given.limits), limits),
-    })
+    let mut requests = of(given.map(|given| &given.requests), requests);
+    let mut limits = of(given.map(|given| &given.limits), limits);
+    let has_limits = given.is_some_and(|given| !given.limits.is_empty());
+    for (name, request) in &mut requests {
+        match limits.get_mut(name) {
+            Some(limit) if quantity(request) > quantity(limit) => match has_limits {
+                true => request.clone_from(limit),
+                false => limit.clone_from(request),
+            },
+            _ => {}
+        }
+    }
+    json!({"requests": requests, "limits": limits})
 }
 
 /// Returns the affinity of pods that avoid each other's hosts and zones: required, or preferred with any other value.

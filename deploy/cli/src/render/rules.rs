@@ -1,8 +1,9 @@
-//! KKP's rules for a cluster, and warnings about mistakes that KKP accepts.
+//! KKP's rules for a cluster, rules of the rendered programs, and warnings about mistakes that KKP accepts.
 
 mod create;
 mod network;
 mod notes;
+mod programs;
 mod ranges;
 mod seed;
 #[cfg(test)]
@@ -16,6 +17,7 @@ use super::finding::Findings;
 pub(crate) fn check(cluster: &Cluster, old: Option<&Cluster>, findings: &mut Findings) {
     create::check(cluster, findings);
     seed::check(cluster, findings);
+    programs::check(cluster, findings);
     if let Some(old) = old {
         update::check(cluster, old, findings);
     }

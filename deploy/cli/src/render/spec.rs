@@ -164,6 +164,34 @@ where
     Ok(value.unwrap_or_default())
 }
 
+/// Suffixes of quantities, with their factors.
+const SUFFIXES: [(&str, f64); 15] = [
+    ("n", 1e-9),
+    ("u", 1e-6),
+    ("m", 1e-3),
+    ("k", 1e3),
+    ("M", 1e6),
+    ("G", 1e9),
+    ("T", 1e12),
+    ("P", 1e15),
+    ("E", 1e18),
+    ("Ki", 1024.0),
+    ("Mi", 1_048_576.0),
+    ("Gi", 1_073_741_824.0),
+    ("Ti", 1_099_511_627_776.0),
+    ("Pi", 1_125_899_906_842_624.0),
+    ("Ei", 1_152_921_504_606_846_976.0),
+];
+
+/// Returns the value of a quantity such as `100m` or `64Mi`, or `None` if the text is not a quantity.
+pub(super) fn quantity(text: &str) -> Option<f64> {
+    let is_number = |text: &str| text.ends_with(|last: char| last.is_ascii_digit() || last == '.');
+    let number = |text: &str| text.parse::<f64>().ok().filter(|_| is_number(text));
+    let with_suffix =
+        |(suffix, factor): &(&str, f64)| Some(number(text.strip_suffix(suffix)?)? * factor);
+    number(text).or_else(|| SUFFIXES.iter().find_map(with_suffix))
+}
+
 // === impl CidrBlocks ===
 
 impl CidrBlocks {

@@ -224,18 +224,28 @@ impl<'a> Target<'a> {
         net.hosts().next()
     }
 
+    /// Returns the network by which the OpenVPN tunnel addresses nodes.
+    pub(super) fn node_access_network(&self) -> String {
+        without_host_bits(&self.cluster.node_access_network)
+    }
+
     /// Returns the networks behind the tunnel that the OpenVPN server routes: pods, services, node access.
     pub(super) fn openvpn_routes(&self) -> Vec<String> {
         let network = &self.cluster.network;
-        let first = |blocks: &Vec<String>| blocks.first().cloned();
+        let first = |blocks: &[String]| blocks.first().map(|block| without_host_bits(block));
         let pods = first(&network.pods.cidr_blocks);
         let services = first(&network.services.cidr_blocks);
-        let access = self.cluster.node_access_network.clone();
-        [pods, services, Some(access)]
+        [pods, services, Some(self.node_access_network())]
             .into_iter()
             .flatten()
             .collect()
     }
+}
+
+/// Returns a network without host bits. KKP accepts host bits, and the OpenVPN server refuses them.
+fn without_host_bits(block: &str) -> String {
+    let network: Result<IpNet, _> = block.parse();
+    network.map_or_else(|_| block.to_owned(), |network| network.trunc().to_string())
 }
 
 fn missing(findings: &mut Findings, path: &str, flag: &str) {

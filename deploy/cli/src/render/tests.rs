@@ -636,6 +636,10 @@ fn only_our_programs_get_the_flags_of_their_drain() {
             ["server", "culvert-server", "proxy-server"],
         ),
     ] {
+        let other = "seed: {defaultComponentSettings: {konnectivityProxy: {args: [--graceful-shutdown-timeout=9s]}}}";
+        let drains = arguments(part, other).into_iter();
+        let drains: Vec<String> = drains.filter(|it| it.contains("-timeout=")).collect();
+        assert_eq!(drains, ["--graceful-shutdown-timeout=9s"]);
         let has_flag = |more: &str| arguments(part, more).contains(&flag.to_owned());
         assert!(has_flag(""));
         assert!(has_flag(&format!(
@@ -988,6 +992,41 @@ fn server_with_both_tunnels_has_the_memory_of_the_chart() {
     let container = &server["spec"]["template"]["spec"]["containers"][0];
     let memory = container["resources"]["limits"]["memory"].as_str().unwrap();
     assert!(values.contains(&format!("  limits: {{cpu: \"2\", memory: {memory}}}\n")));
+}
+
+#[test]
+fn openvpn_networks_are_rendered_without_host_bits() {
+    let spec = "NodePort, clusterNetwork: {pods: {cidrBlocks: [172.25.0.1/16]}, services: {cidrBlocks: [10.240.16.1/20]}}";
+    let text = file("openvpn", spec, "nodeAccessNetwork: 10.254.0.1/16");
+    for (name, args) in render(&text, command_lines) {
+        let networks = args
+            .iter()
+            .filter(|arg| arg.contains('/') && arg.starts_with("--openvpn-"));
+        let networks: Vec<&String> = networks.filter(|arg| !arg.contains("=/")).collect();
+        assert!(!networks.is_empty(), "{name}");
+        for argument in networks {
+            assert!(!argument.contains(".1/"), "{argument}");
+        }
+    }
+}
+
+#[test]
+fn default_limit_follows_a_given_request() {
+    let resources = |given: &str| {
+        let spec =
+            format!("NodePort, componentsOverride: {{konnectivityProxy: {{resources: {given}}}}}");
+        let text = file("konnectivity", &spec, "");
+        let agent = object(&text, "Deployment", "konnectivity-agent");
+        agent["spec"]["template"]["spec"]["containers"][0]["resources"].clone()
+    };
+    let raised = serde_json::json!({
+        "requests": {"cpu": "3", "memory": "1Gi"}, "limits": {"cpu": "3", "memory": "1Gi"},
+    });
+    assert_eq!(resources("{requests: {cpu: 3, memory: 1Gi}}"), raised);
+    let lowered = serde_json::json!({
+        "requests": {"cpu": "10m", "memory": "5Mi"}, "limits": {"memory": "5Mi"},
+    });
+    assert_eq!(resources("{limits: {memory: 5Mi}}"), lowered);
 }
 
 #[test]

@@ -146,8 +146,8 @@ fn networks(cluster: &Cluster, findings: &mut Findings) {
         for (at, block) in blocks.iter().enumerate() {
             match cidr(block) {
                 Ok(net) => all.push((format!("{path}[{at}]"), block, net)),
-                // Wrong networks of pods and services are errors already.
-                Err(reason) if path == "nodeNetworks" => {
+                // Other wrong networks are errors already.
+                Err(reason) if path == "nodeNetworks" && cluster.tunnel != Tunnel::Openvpn => {
                     findings.warn(&format!("{path}[{at}]"), block, reason);
                 }
                 Err(_) => {}
@@ -176,7 +176,10 @@ fn openvpn_networks<'a>(cluster: &'a Cluster, all: &mut Vec<Named<'a>>, findings
     let access = cluster.node_access_network.as_str();
     match cidr(access) {
         Ok(net) => all.push(("nodeAccessNetwork".to_owned(), access, net)),
-        Err(reason) => findings.warn("nodeAccessNetwork", access, reason),
+        Err(reason) if cluster.tunnel != Tunnel::Openvpn => {
+            findings.warn("nodeAccessNetwork", access, reason);
+        }
+        Err(_) => {}
     }
     if cluster.tunnel == Tunnel::Openvpn
         && let Ok(net) = cidr(OPENVPN_NETWORK)

@@ -678,11 +678,11 @@ fn overlaps_and_host_bits_are_warnings() {
 fn konnectivity_settings_that_fight_are_warnings() {
     assert_eq!(
         warnings(
-            "nodes: 1\nspec: {componentsOverride: {konnectivityProxy: {keepaliveTime: 1 minute, args: [--agent-port=1, x, --v=5]}}}"
+            "nodes: 1\nspec: {componentsOverride: {konnectivityProxy: {keepaliveTime: 1 minute, args: [--ca-cert=x, x, --v=5]}}}"
         ),
         [
             r#"spec.componentsOverride.konnectivityProxy.keepaliveTime: "1 minute": is not a duration, such as 1m; server and agent do not start with it"#,
-            r#"spec.componentsOverride.konnectivityProxy.args[0]: "--agent-port=1": replaces --agent-port of the rendered arguments"#,
+            r#"spec.componentsOverride.konnectivityProxy.args[0]: "--ca-cert=x": replaces --ca-cert of the rendered arguments"#,
             r#"spec.componentsOverride.konnectivityProxy.args[1]: "x": is not a flag, and has no effect"#,
             "nodes: 1: both agents run on the same node; a restart of the node ends the tunnel",
         ]
@@ -814,4 +814,154 @@ fn empty_documents_and_null_are_ignored() {
         read(&text)
     };
     assert_eq!(object("null"), object("{}"));
+}
+
+#[test]
+fn agent_arguments_that_the_agents_do_not_know_are_errors() {
+    let reason = |error: &str| {
+        format!(
+            "the agents get this list, and end with {error:?}; a list of the Seed applies to each Cluster without a list of \
+             its own"
+        )
+    };
+    let settings = |args: &str| format!("{{konnectivityProxy: {{args: [{args}]}}}}");
+    let seed = |args: &str| format!("seed: {{defaultComponentSettings: {}}}", settings(args));
+    let own = |args: &str| format!("spec: {{componentsOverride: {}}}", settings(args));
+    let errors = |text: &str| check(text, None).0;
+    let unknown = reason("unknown flag: --agent-quic-port");
+    let list = r#"Invalid value: ["--agent-quic-port=8132"]"#;
+    assert_eq!(
+        errors(&seed("--agent-quic-port=8132")),
+        [format!(
+            "seed.defaultComponentSettings.konnectivityProxy.args: {list}: {unknown}"
+        )]
+    );
+    assert_eq!(
+        errors(&own("--agent-quic-port=8132")),
+        [format!(
+            "spec.componentsOverride.konnectivityProxy.args: {list}: {unknown}"
+        )]
+    );
+    let found = errors(&own("--drain-timeout=soon"));
+    assert!(found[0].contains("invalid argument"), "{found:?}");
+    // The list of the Cluster replaces the list of the Seed.
+    let both = format!("{}\n{}", seed("--agent-quic-port=8132"), own("--v=5"));
+    for text in [both, seed("--graceful-shutdown-timeout=25s")] {
+        assert_eq!(errors(&text), [""; 0], "{text}");
+    }
+}
+
+#[test]
+fn openvpn_networks_that_the_programs_refuse_are_errors() {
+    let errors = |more: &str| check(&format!("tunnel: openvpn\n{more}"), None).0;
+    for accepted in [
+        "nodeAccessNetwork: 10.254.0.1/16",
+        "nodeAccessNetwork: 10.0.0.0/8",
+        "nodeNetworks: [10.0.0.1/16, 192.168.1.7]",
+    ] {
+        assert_eq!(errors(accepted), [""; 0], "{accepted}");
+    }
+    for network in ["10.254.0.0/24", "foo", "fd00::/8"] {
+        let found = errors(&format!("nodeAccessNetwork: '{network}'"));
+        let start = format!(
+            "nodeAccessNetwork: Invalid value: {network:?}: is not an IPv4 network of /16 or larger; set a network such as"
+        );
+        assert!(
+            found.len() == 1 && found[0].starts_with(&start),
+            "{found:?}"
+        );
+    }
+    for network in ["10.0.0.0/8", "fd00::/64", "foo"] {
+        let found = errors(&format!("nodeNetworks: [10.1.0.0/16, '{network}']"));
+        let start = format!(
+            "nodeNetworks[1]: Invalid value: {network:?}: is neither an IPv4 address nor an IPv4 network of /16 or smaller"
+        );
+        assert!(
+            found.len() == 1 && found[0].starts_with(&start),
+            "{found:?}"
+        );
+    }
+    // Agents of the Konnectivity tunnel do not get these values.
+    let found = warnings("nodeAccessNetwork: foo\nnodeNetworks: [foo]");
+    assert_eq!(found.len(), 2, "{found:?}");
+}
+
+#[test]
+fn node_ports_are_different_and_at_least_1024() {
+    let ports = |ports: &str, strategy: &str| {
+        check(
+            &format!("nodePorts: {{{ports}}}\nspec: {{exposeStrategy: {strategy}}}"),
+            None,
+        )
+    };
+    let (errors, _) = ports("apiserver: 443, konnectivityServer: 31001", "NodePort");
+    assert_eq!(
+        errors,
+        [
+            "nodePorts.apiserver: Invalid value: 443: is below 1024; set the node port of the Service in the seed"
+        ]
+    );
+    let (errors, _) = ports("apiserver: 31000, openvpnServer: 31000", "LoadBalancer");
+    assert_eq!(
+        errors,
+        [
+            "nodePorts.openvpnServer: Invalid value: 31000: is also the value of nodePorts.apiserver; each Service has its own node port"
+        ]
+    );
+    let (errors, warnings) = ports("apiserver: 6443", "NodePort");
+    assert_eq!(errors, [""; 0]);
+    assert_eq!(
+        warnings,
+        [
+            "nodePorts.apiserver: 6443: is outside of 30000-32767; the seed's --service-node-port-range must contain it"
+        ]
+    );
+    assert_eq!(ports("apiserver: 443", "Tunneling"), (vec![], vec![]));
+}
+
+#[test]
+fn numbers_of_replicas_have_a_lower_bound() {
+    let errors = |text: &str| check(text, None).0;
+    assert_eq!(
+        errors("apiserverReplicas: -1"),
+        ["apiserverReplicas: Invalid value: -1: must be at least 1"]
+    );
+    assert_eq!(
+        errors("seed: {defaultComponentSettings: {apiserver: {replicas: 0}}}"),
+        ["seed.defaultComponentSettings.apiserver.replicas: Invalid value: 0: must be at least 1"]
+    );
+    assert_eq!(
+        errors("spec: {componentsOverride: {nodePortProxyEnvoy: {replicas: -1}}}"),
+        [
+            "spec.componentsOverride.nodePortProxyEnvoy.replicas: Invalid value: -1: must not be negative"
+        ]
+    );
+}
+
+#[test]
+fn given_requests_do_not_exceed_given_limits() {
+    let errors = |resources: &str| {
+        let settings = format!("{{envoyAgent: {{resources: {resources}}}}}");
+        check(&format!("spec: {{componentsOverride: {settings}}}"), None).0
+    };
+    let path = "spec.componentsOverride.envoyAgent.resources";
+    assert_eq!(
+        errors("{requests: {memory: 1Gi}, limits: {memory: 1G}}"),
+        [format!(
+            r#"{path}.requests.memory: Invalid value: "1Gi": is above the limit, 1G"#
+        )]
+    );
+    assert_eq!(
+        errors("{limits: {cpu: 2 cores}}"),
+        [format!(
+            r#"{path}.limits.cpu: Invalid value: "2 cores": is not a quantity, such as 100m or 64Mi"#
+        )]
+    );
+    for accepted in [
+        "{requests: {memory: 1024Mi, cpu: 1500m}, limits: {memory: 1Gi, cpu: 1.5}}",
+        "{requests: {memory: 4Gi}}",
+        "{limits: {memory: 1e9}}",
+    ] {
+        assert_eq!(errors(accepted), [""; 0], "{accepted}");
+    }
 }
