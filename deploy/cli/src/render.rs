@@ -116,7 +116,15 @@ fn render(options: &Options) -> anyhow::Result<Outcome> {
     let mut objects = objects::all(&target, running.as_ref());
     objects.retain(|object| options.part.is_empty() || options.part.contains(&object.part));
     match &options.output_dir {
-        Some(folder) => output::write(folder, &objects)?,
+        Some(folder) => {
+            for path in output::stale(folder, &objects, &options.part) {
+                let path = path.display();
+                let reason =
+                    "an earlier run wrote the file, and the cluster has no such objects; delete it";
+                let _ = writeln!(std::io::stderr(), "Warning: {path}: {reason}");
+            }
+            output::write(folder, &objects)?;
+        }
         None => say!("{}", output::stream(&objects)?.trim_end()),
     }
     Ok(Outcome::Done)

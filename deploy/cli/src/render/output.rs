@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 use clap::ValueEnum as _;
@@ -43,12 +43,7 @@ pub(super) fn write(folder: &Path, objects: &[Object]) -> anyhow::Result<()> {
     fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
     let mut files: BTreeMap<String, Vec<&Object>> = BTreeMap::new();
     for object in objects {
-        let place = match object.place {
-            Place::Seed => "seed",
-            Place::User => "user",
-        };
-        let suffix = if object.is_patch { "-patch" } else { "" };
-        let file = format!("{place}-{}{suffix}.yaml", name(object.part));
+        let file = file(object.place, object.part, object.is_patch);
         files.entry(file).or_default().push(object);
     }
     for (file, objects) in files {
@@ -58,6 +53,39 @@ pub(super) fn write(folder: &Path, objects: &[Object]) -> anyhow::Result<()> {
         say!("{}", path.display());
     }
     Ok(())
+}
+
+/// Returns the files in the folder that an earlier run has written for one of the `parts`, and that have none of the
+/// objects. An empty list of parts means all parts.
+pub(super) fn stale(folder: &Path, objects: &[Object], parts: &[Part]) -> Vec<PathBuf> {
+    let parts = match parts {
+        [] => Part::value_variants(),
+        parts => parts,
+    };
+    let mut files = Vec::new();
+    for part in parts {
+        for place in [Place::Seed, Place::User] {
+            for is_patch in [false, true] {
+                let is_file =
+                    |it: &Object| (it.place, it.part, it.is_patch) == (place, *part, is_patch);
+                let path = folder.join(file(place, *part, is_patch));
+                if path.exists() && !objects.iter().any(is_file) {
+                    files.push(path);
+                }
+            }
+        }
+    }
+    files
+}
+
+/// Returns the name of the file of an object.
+fn file(place: Place, part: Part, is_patch: bool) -> String {
+    let place = match place {
+        Place::Seed => "seed",
+        Place::User => "user",
+    };
+    let suffix = if is_patch { "-patch" } else { "" };
+    format!("{place}-{}{suffix}.yaml", name(part))
 }
 
 /// Returns the name of a part on the command line.

@@ -1030,6 +1030,26 @@ fn default_limit_follows_a_given_request() {
 }
 
 #[test]
+fn files_of_an_earlier_run_are_found() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let stale = |tunnel: &str, parts: &[Part]| {
+        render(&file(tunnel, "NodePort", ""), |objects| {
+            let stale = output::stale(folder, objects, parts);
+            let names = stale.iter().map(|path| path.file_name().unwrap());
+            let names: Vec<String> = names.map(|it| it.display().to_string()).collect();
+            output::write(folder, objects).unwrap();
+            names
+        })
+    };
+    assert_eq!(stale("openvpn", &[]), [""; 0]);
+    std::fs::write(folder.join("notes.yaml"), "").unwrap();
+    assert_eq!(stale("openvpn", &[]), [""; 0]);
+    assert_eq!(stale("konnectivity", &[Part::Agent]), [""; 0]);
+    assert_eq!(stale("konnectivity", &[]), ["seed-server.yaml"]);
+}
+
+#[test]
 fn all_pods_have_the_pull_secrets() {
     let secrets = |tunnel: &str, more: &str| -> BTreeSet<(bool, bool, String)> {
         render(&file(tunnel, "LoadBalancer", more), |objects| {
