@@ -180,7 +180,6 @@ fn door(target: &Target<'_>) -> Vec<Value> {
         args: arguments::door(target),
         replicas: given.replicas.unwrap_or(2),
         resources: resources(given.resources.as_ref(), ["50m", "32Mi"], ["100m", "64Mi"]),
-        has_health: true,
     };
     let updater = Workload {
         name: "nodeport-proxy-lb-updater",
@@ -189,7 +188,6 @@ fn door(target: &Target<'_>) -> Vec<Value> {
         args: arguments::updater(target),
         replicas: 1,
         resources: resources(None, ["10m", "32Mi"], ["50m", "32Mi"]),
-        has_health: false,
     };
     vec![
         json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta("nodeport-proxy")}),
@@ -276,39 +274,33 @@ struct Workload {
     args: Vec<String>,
     replicas: i32,
     resources: Value,
-    has_health: bool,
 }
 
 impl Workload {
     fn deployment(&self, target: &Target<'_>) -> Value {
         let labels = json!({"app": self.name});
-        let mut container = json!({
+        let probe = |path: &str, period: u32, timeout: u32| {
+            json!({
+                "httpGet": {"path": path, "port": STATS_PORT},
+                "periodSeconds": period,
+                "timeoutSeconds": timeout,
+                "failureThreshold": 3,
+            })
+        };
+        let container = json!({
             "name": self.container,
             "image": target.image(Program::Door),
             "imagePullPolicy": "IfNotPresent",
             "command": [self.command],
             "args": self.args,
+            "ports": [{"name": "stats", "containerPort": STATS_PORT, "protocol": "TCP"}],
+            // The load balancer must not use a pod that does not know its ports yet.
+            "readinessProbe": probe("/readyz", 3, 1),
+            // A restart cuts all connections, and a pod that moves bulk with a small CPU limit answers late.
+            "livenessProbe": probe("/healthz", 10, 5),
             "resources": self.resources,
             "securityContext": security(),
         });
-        if let Some(container) = container.as_object_mut().filter(|_| self.has_health) {
-            container.insert(
-                "ports".to_owned(),
-                json!([{"name": "stats", "containerPort": STATS_PORT, "protocol": "TCP"}]),
-            );
-            let probe = |path: &str, period: u32, timeout: u32| {
-                json!({
-                    "httpGet": {"path": path, "port": STATS_PORT},
-                    "periodSeconds": period,
-                    "timeoutSeconds": timeout,
-                    "failureThreshold": 3,
-                })
-            };
-            // The load balancer must not use a pod that does not know its ports yet.
-            container.insert("readinessProbe".to_owned(), probe("/readyz", 3, 1));
-            // A restart cuts all connections, and a pod that moves bulk with a small CPU limit answers late.
-            container.insert("livenessProbe".to_owned(), probe("/healthz", 10, 5));
-        }
         let mut pod = json!({
             "serviceAccountName": "nodeport-proxy",
             "securityContext": pod_security(),
@@ -325,7 +317,17 @@ impl Workload {
             "spec": {
                 "replicas": self.replicas,
                 "selector": {"matchLabels": labels},
-                "template": {"metadata": {"labels": labels}, "spec": pod},
+                "template": {
+                    "metadata": {
+                        "labels": labels,
+                        "annotations": {
+                            "prometheus.io/scrape": "true",
+                            "prometheus.io/port": STATS_PORT.to_string(),
+                            "prometheus.io/path": "/stats/prometheus",
+                        },
+                    },
+                    "spec": pod,
+                },
             },
         })
     }
