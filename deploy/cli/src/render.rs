@@ -101,12 +101,14 @@ fn render(options: &Options) -> anyhow::Result<Outcome> {
     let old = options.old.as_deref();
     let old = old.map(|path| parse(path, &text(path)?)).transpose()?;
     let old = old.map(Cluster::stored);
-    let running = options.apiserver.as_deref().map(running).transpose()?;
     let mut findings = Findings::default();
     let cluster = Cluster::new(input, old.is_none(), &mut findings);
     rules::check(&cluster, old.as_ref(), &mut findings);
     let target = Target::new(&cluster, &mut findings);
-    if let Some(running) = running.as_ref().filter(|_| findings.problems.is_empty()) {
+    let path = options.apiserver.as_deref();
+    let path = path.filter(|_| findings.problems.is_empty());
+    let running = path.map(|path| running(path, &target)).transpose()?;
+    if let Some(running) = &running {
         tokens::check(&target, running, &mut findings);
     }
     report(&findings);
@@ -168,9 +170,9 @@ fn parse(path: &Path, text: &str) -> anyhow::Result<Input> {
 }
 
 /// Reads the Deployment of kube-apiserver.
-fn running(path: &Path) -> anyhow::Result<Apiserver> {
+fn running(path: &Path, target: &Target<'_>) -> anyhow::Result<Apiserver> {
     let named = || format!("--apiserver {}", path.display());
-    Apiserver::parse(&text(path)?).with_context(named)
+    Apiserver::parse(&text(path)?, &target.namespace).with_context(named)
 }
 
 /// Reads a file; `-` is the standard input.

@@ -4,6 +4,10 @@
 use anyhow::Context as _;
 use serde_json::{Map, Value, json};
 
+use super::input;
+
+/// Name of the Deployment.
+const DEPLOYMENT: &str = "apiserver";
 /// Name of the container in the Deployment.
 pub(super) const CONTAINER: &str = "apiserver";
 
@@ -17,17 +21,31 @@ pub(super) struct Apiserver {
 }
 
 impl Apiserver {
-    /// Parses a Deployment in YAML or JSON.
+    /// Parses the Deployment of the kube-apiserver in a namespace, in YAML or JSON.
     ///
     /// # Errors
-    /// Fails without a container `apiserver` that has arguments.
-    pub(super) fn parse(text: &str) -> anyhow::Result<Self> {
-        let object: Value = serde_saphyr::from_str(text)?;
+    /// Fails for another object, and without a container `apiserver` that has arguments.
+    pub(super) fn parse(text: &str, namespace: &str) -> anyhow::Result<Self> {
+        let object: Value = input::read(text)?;
+        for (path, expected) in [
+            ("/kind", "Deployment"),
+            ("/metadata/name", DEPLOYMENT),
+            ("/metadata/namespace", namespace),
+        ] {
+            let found = object.pointer(path).and_then(Value::as_str);
+            anyhow::ensure!(
+                found == Some(expected),
+                "{} is {:?}, expected {expected:?}; save the file with kubectl -n {namespace} get deployment {DEPLOYMENT} \
+                 -o yaml",
+                path.trim_start_matches('/').replace('/', "."),
+                found.unwrap_or_default()
+            );
+        }
         let containers = object.pointer("/spec/template/spec/containers");
         let mut containers = containers.and_then(Value::as_array).into_iter().flatten();
         let container = containers
             .find(|container| container.pointer("/name").and_then(Value::as_str) == Some(CONTAINER))
-            .with_context(|| format!("no Deployment with a container {CONTAINER:?}"))?;
+            .with_context(|| format!("no container {CONTAINER:?}"))?;
         let args = container.pointer("/args").and_then(Value::as_array);
         let args = args.into_iter().flatten().filter_map(Value::as_str);
         let args: Vec<String> = args.map(str::to_owned).collect();
@@ -88,7 +106,10 @@ mod tests {
 
     use super::*;
 
-    const DEPLOYMENT: &str = "
+    const NAMESPACE: &str = "cluster-abc123";
+    const RUNNING: &str = "
+kind: Deployment
+metadata: {name: apiserver, namespace: cluster-abc123}
 spec:
   template:
     spec:
@@ -117,7 +138,7 @@ spec:
 
     #[test]
     fn patch_keeps_all_other_arguments() {
-        let apiserver = Apiserver::parse(DEPLOYMENT).unwrap();
+        let apiserver = Apiserver::parse(RUNNING, NAMESPACE).unwrap();
         let new = flags(&[
             "--secure-port=6443",
             "--service-cluster-ip-range=10.1.0.0/16",
@@ -143,8 +164,8 @@ spec:
 
     #[test]
     fn replaced_switch_keeps_the_next_flag() {
-        let text = DEPLOYMENT.replace("--enable-aggregator-routing", "--allow-privileged");
-        let apiserver = Apiserver::parse(&text).unwrap();
+        let text = RUNNING.replace("--enable-aggregator-routing", "--allow-privileged");
+        let apiserver = Apiserver::parse(&text, NAMESPACE).unwrap();
         let merged = apiserver.merged(&flags(&["--allow-privileged=true"]));
         assert!(
             merged.contains(&"--profiling=false".to_owned()),
@@ -158,7 +179,7 @@ spec:
 
     #[test]
     fn values_of_a_flag_are_found_in_both_notations() {
-        let apiserver = Apiserver::parse(DEPLOYMENT).unwrap();
+        let apiserver = Apiserver::parse(RUNNING, NAMESPACE).unwrap();
         assert_eq!(apiserver.values("--secure-port"), ["31000"]);
         let issuers = ["https://old:31000", "https://older:31000"];
         assert_eq!(apiserver.values("--service-account-issuer"), issuers);
@@ -169,9 +190,37 @@ spec:
 
     #[test]
     fn other_objects_are_refused() {
-        let refusal = |text: &str| Apiserver::parse(text).err().unwrap().to_string();
-        assert!(refusal("kind: ConfigMap").starts_with("no Deployment with a container"));
-        let text = DEPLOYMENT.replace("        args:\n", "        command:\n");
+        let refusal = |text: &str| {
+            let apiserver = Apiserver::parse(text, NAMESPACE);
+            apiserver.err().unwrap().to_string()
+        };
+        for (found, other, expected) in [
+            (
+                "kind: Deployment",
+                "kind: StatefulSet",
+                "kind is \"StatefulSet\", expected \"Deployment\"",
+            ),
+            (
+                "name: apiserver,",
+                "name: kas,",
+                "metadata.name is \"kas\", expected \"apiserver\"",
+            ),
+            (
+                "namespace: cluster-abc123",
+                "namespace: cluster-other",
+                "metadata.namespace is \"cluster-other\", expected \"cluster-abc123\"",
+            ),
+            (
+                "- name: apiserver",
+                "- name: kas",
+                "no container \"apiserver\"",
+            ),
+        ] {
+            let why = refusal(&RUNNING.replace(found, other));
+            assert!(why.starts_with(expected), "{why}");
+        }
+        assert!(refusal("").starts_with("kind is \"\""));
+        let text = RUNNING.replace("        args:\n", "        command:\n");
         assert!(refusal(&text).contains("has no `args`"));
     }
 }

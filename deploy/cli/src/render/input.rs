@@ -113,7 +113,7 @@ pub(crate) fn parse_facts(text: &str) -> anyhow::Result<Facts> {
 ///
 /// # Errors
 /// Fails if the text is not YAML of the type, or has more than one document.
-fn read<T: Default + serde::de::DeserializeOwned>(text: &str) -> anyhow::Result<T> {
+pub(super) fn read<T: Default + serde::de::DeserializeOwned>(text: &str) -> anyhow::Result<T> {
     let documents: Vec<T> = serde_saphyr::from_multiple(text).map_err(|error| {
         // The further lines show an excerpt of the file.
         let text = error.to_string();

@@ -31,6 +31,8 @@ pub(super) enum Side {
 /// A step of a plan.
 struct Step {
     title: String,
+    /// Commands, and comments about work by hand. Commands without a comment between them are joined, so that none runs
+    /// after a failed one.
     commands: Vec<String>,
     /// Programs that restart; empty if nothing restarts.
     restarts: &'static str,
@@ -134,8 +136,11 @@ impl fmt::Display for Plan {
         )?;
         for (at, step) in self.steps.iter().enumerate() {
             writeln!(f, "\n{}. {}", at + 1, step.title)?;
-            for command in &step.commands {
-                writeln!(f, "     {command}")?;
+            for (at, command) in step.commands.iter().enumerate() {
+                let next = step.commands.get(at + 1);
+                let is_joined =
+                    !command.contains('#') && next.is_some_and(|it| !it.starts_with('#'));
+                writeln!(f, "     {command}{}", if is_joined { " &&" } else { "" })?;
             }
             let restarts = if step.restarts.is_empty() {
                 "nothing"

@@ -463,8 +463,8 @@ fn old_tunnel_is_removed_after_the_switch_to_the_new_one() {
     let patch = "patch deployment apiserver --patch-file";
     let order = [
         at("--part=rbac"),
-        at("replace --save-config -f rendered/seed-server.yaml"),
-        at("apply -f rendered/seed-egress.yaml"),
+        at("replace --save-config -f cluster-abc123-openvpn/seed-server.yaml"),
+        at("apply -f cluster-abc123-openvpn/seed-egress.yaml"),
         at(patch),
         at("rollout status deployment konnectivity-agent"),
         at("culvert switch --admin-uds=/run/culvert/admin.sock --to=prefer-konnectivity"),
@@ -477,7 +477,7 @@ fn old_tunnel_is_removed_after_the_switch_to_the_new_one() {
     assert!(order.is_sorted(), "{order:?} in {text}");
     // KKP's Deployment has privileges, containers and probes that a merge would keep.
     assert!(
-        !text.contains("apply -f rendered/seed-server.yaml"),
+        !text.contains("apply -f cluster-abc123-openvpn/seed-server.yaml"),
         "{text}"
     );
     assert!(text.contains("openvpn-server -o yaml"), "{text}");
@@ -486,14 +486,14 @@ fn old_tunnel_is_removed_after_the_switch_to_the_new_one() {
         (Side::Konnectivity, Side::Openvpn),
     ] {
         let text = plan_text(from, to).unwrap();
-        let permitted = text.find("apply -f rendered/seed-network-policies.yaml");
+        let permitted = text.find("/seed-network-policies.yaml");
         let used = text.find("patch deployment apiserver --patch-file");
         assert!(permitted.is_some() && permitted < used, "{text}");
         let text = text
             .rsplit_once("patch deployment apiserver --patch-file")
             .unwrap()
             .0;
-        let policies = text.matches("apply -f rendered/seed-network-policies.yaml");
+        let policies = text.matches("/seed-network-policies.yaml");
         let uses = text.matches("patch deployment apiserver --patch-file");
         assert_eq!(policies.count(), uses.count() + 1, "{text}");
     }
@@ -556,7 +556,12 @@ fn commands(text: &str) -> Vec<String> {
         .lines()
         .filter(|line| !line.trim_start().starts_with('#'));
     let lines = lines.filter_map(|line| line.split_once("culvert "));
-    let lines = lines.map(|(_, command)| command.split([';', '|', '#']).next().unwrap_or(command));
+    let lines = lines.map(|(_, command)| {
+        command
+            .split([';', '|', '#', '&'])
+            .next()
+            .unwrap_or(command)
+    });
     lines.map(str::to_owned).collect()
 }
 
@@ -739,9 +744,13 @@ fn token_flags(spec: &str, running: &[&str]) -> (Vec<String>, String, usize) {
     assert_eq!(findings.problems, []);
     findings.warnings.clear();
     let pod = serde_json::json!({"containers": [{"name": "apiserver", "args": running}]});
-    let deployment = serde_json::json!({"spec": {"template": {"spec": pod}}});
+    let deployment = serde_json::json!({
+        "kind": "Deployment",
+        "metadata": {"name": "apiserver", "namespace": target.namespace},
+        "spec": {"template": {"spec": pod}},
+    });
     let apiserver = (!running.is_empty()).then(|| deployment.to_string());
-    let apiserver = apiserver.map(|text| Apiserver::parse(&text).unwrap());
+    let apiserver = apiserver.map(|text| Apiserver::parse(&text, &target.namespace).unwrap());
     if let Some(apiserver) = &apiserver {
         tokens::check(&target, apiserver, &mut findings);
     }
@@ -1047,6 +1056,54 @@ fn files_of_an_earlier_run_are_found() {
     assert_eq!(stale("openvpn", &[]), [""; 0]);
     assert_eq!(stale("konnectivity", &[Part::Agent]), [""; 0]);
     assert_eq!(stale("konnectivity", &[]), ["seed-server.yaml"]);
+}
+
+#[test]
+fn commands_of_a_plan_stop_at_a_failed_one() {
+    let text = plan_text(Side::Konnectivity, Side::Openvpn).unwrap();
+    let saved = "get deployment apiserver -o yaml > cluster-abc123-apiserver.yaml &&\n";
+    assert!(text.contains(saved), "{text}");
+    for from in [" > apiserver.yaml", " rendered/", "=rendered"] {
+        assert!(!text.contains(from), "{text}");
+    }
+    for (from, to) in [
+        (Side::Openvpn, Side::Konnectivity),
+        (Side::Tunneling, Side::NodePort),
+    ] {
+        let text = plan_text(from, to).unwrap();
+        let lines: Vec<&str> = text.lines().collect();
+        for pair in lines.windows(2) {
+            let [command, next] = [pair[0], pair[1]].map(|line| line.strip_prefix("     "));
+            let Some(command) = command else { continue };
+            let next = next.filter(|next| !next.starts_with('#'));
+            let is_joined = command.ends_with(" &&");
+            assert_eq!(
+                is_joined,
+                next.is_some() && !command.contains('#'),
+                "{command}"
+            );
+        }
+    }
+}
+
+#[test]
+fn plan_of_a_strategy_saves_the_secrets_that_its_way_back_restores() {
+    let text = plan_text(Side::NodePort, Side::Tunneling).unwrap();
+    let saved = "cluster-abc123-secrets-before-tunneling.yaml";
+    let order = [
+        "get secret apiserver-tls konnectivityproxy-tls konnectivity-kubeconfig",
+        "--part=certificates",
+        "# issue a certificate for each request",
+        &format!("back:     kubectl --kubeconfig=SEED replace -f {saved} && rm -f {saved}"),
+        "exposeStrategy",
+        &format!("back:     kubectl --kubeconfig=SEED replace -f {saved}  # then run this step"),
+        &format!("rm -f {saved} &&"),
+    ];
+    let mut rest = text.as_str();
+    for part in order {
+        let found = rest.split_once(part);
+        rest = found.unwrap_or_else(|| panic!("no {part} in {rest}")).1;
+    }
 }
 
 #[test]

@@ -1,24 +1,9 @@
 //! The ways back of a plan's steps.
 
-use serde_json::{Value, json};
-
-use super::{Exposed, NAMESPACE, Step, Tenant};
-
-/// Secrets that a change of the expose strategy replaces.
-const SECRETS: [&str; 3] = [
-    "apiserver-tls",
-    "konnectivityproxy-tls",
-    "konnectivity-kubeconfig",
-];
+use super::{Exposed, Step, Tenant};
 
 /// Way back of the step that replaces the nodes.
 const NODES: &str = "replace the nodes again after the way back";
-
-/// The state that an operator keeps for the way back.
-struct Old {
-    exposed: Exposed,
-    secrets: Vec<Value>,
-}
 
 impl Tenant {
     /// Carries out the steps of a plan up to the first removal, and goes back step by step. `check` is called after each
@@ -30,10 +15,7 @@ impl Tenant {
         mut check: impl AsyncFnMut(&Self, &Step),
         mut check_back: impl AsyncFnMut(&Self, &Step),
     ) {
-        let old = Old {
-            exposed: self.exposed.clone(),
-            secrets: self.secrets().await,
-        };
+        let old = self.exposed.clone();
         let plan = self.plan(from, to).await;
         let mut taken = Vec::new();
         for step in plan.steps.iter().take_while(|step| !step.is_final()) {
@@ -61,32 +43,30 @@ impl Tenant {
         self.works().await;
     }
 
-    async fn go_back(&mut self, step: &Step, old: &Old) {
+    /// Takes the way back of a step. `old` is the cluster file of the operator.
+    async fn go_back(&mut self, step: &Step, old: &Exposed) {
         let back = step.back.as_str();
         if back == "nothing to undo" || back == NODES {
             return;
         }
-        if back.starts_with("kubectl ") || back.starts_with("culvert ") {
-            self.must(step, back).await;
-        } else if back == "put the old Secrets back" {
-            self.put_back(&old.secrets).await;
-            self.answers().await;
-        } else if let Some(rest) = back.strip_prefix("put the old Secrets back, then run this step")
-        {
+        if let Some((secrets, rest)) = back.split_once("  # then run this step with ") {
             let (_, first) = rest
                 .split_once("; its first command is then: ")
                 .expect("a command");
-            self.put_back(&old.secrets).await;
-            self.exposed = old.exposed.clone();
+            self.must(step, secrets).await;
+            self.exposed = old.clone();
             self.write_cluster_file();
             let mut commands = step.commands.clone();
             first.clone_into(&mut commands[0]);
             self.carry_out(&step.title, &commands).await;
             self.write_user();
             self.answers().await;
+        } else if back.starts_with("kubectl ") || back.starts_with("culvert ") {
+            self.must(step, back).await;
+            self.answers().await;
         } else if back.starts_with("apply the part agent of the cluster file of ") {
             let file = self.folder.join("cluster.yaml");
-            std::fs::write(file, old.exposed.file()).expect("a file");
+            std::fs::write(file, old.file()).expect("a file");
             let apply = step.commands.iter().find(|it| it.contains("--part=agent"));
             self.must(step, apply.expect("a command")).await;
         } else {
@@ -97,27 +77,5 @@ impl Tenant {
     async fn must(&self, step: &Step, command: &str) {
         let ran = self.shell(command).await;
         ran.unwrap_or_else(|why| panic!("back from {:?}: {why}", step.title));
-    }
-
-    /// Returns the Secrets as an operator saves them.
-    async fn secrets(&self) -> Vec<Value> {
-        let mut found = Vec::new();
-        for name in SECRETS {
-            // Some tunnels lack some of them.
-            let Ok(secret) = self.seed.get(&["secret", "-n", NAMESPACE, name]).await else {
-                continue;
-            };
-            found.push(json!({
-                "apiVersion": "v1", "kind": "Secret", "type": secret["type"], "data": secret["data"],
-                "metadata": {"name": name, "namespace": NAMESPACE},
-            }));
-        }
-        found
-    }
-
-    async fn put_back(&self, secrets: &[Value]) {
-        for secret in secrets {
-            self.seed.apply(&secret.to_string()).await;
-        }
     }
 }

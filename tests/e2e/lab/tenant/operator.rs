@@ -132,6 +132,9 @@ impl Tenant {
             // stock program has a sidecar.
             let known = [
                 "create the Secrets of the requests that do not exist; keep the others",
+                "issue a certificate for each request, and replace its Secret. Without KKP, also issue the certificate of \
+                 kube-apiserver for the new name and address; KKP issues it (Secret apiserver-tls) after the change of its \
+                 object",
                 "check that kubectl logs and exec work",
                 "move metrics-server into the user cluster, and remove openvpn-client and dnat-controller from all other \
                  Deployments",

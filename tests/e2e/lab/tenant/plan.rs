@@ -35,6 +35,8 @@ impl Plan {
                 });
             } else if let Some(step) = steps.last_mut() {
                 if let Some(command) = line.strip_prefix("     ") {
+                    // The operator stops at a failed command anyway.
+                    let command = command.strip_suffix(" &&").unwrap_or(command);
                     step.commands.push(command.to_owned());
                 } else if let Some(restarts) = line.strip_prefix("   restarts: ") {
                     restarts.clone_into(&mut step.restarts);

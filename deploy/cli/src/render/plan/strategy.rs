@@ -3,7 +3,7 @@
 use crate::render::cluster::Tunnel;
 use crate::render::target::Target;
 
-use super::tunnel::{SEED, USER, apply, patch_apiserver};
+use super::tunnel::{SEED, USER, apply, forget, patch_apiserver, put_secrets_back, save_secrets};
 use super::{Side, Step};
 
 /// Label that permits the change.
@@ -18,6 +18,7 @@ pub(super) fn change(from: Side, to: Side, target: &Target<'_>, file: &str) -> V
         Tunnel::Konnectivity => "konnectivity-agent",
         Tunnel::Openvpn => "openvpn-client",
     };
+    let before = format!("before-{}", to.name().to_lowercase());
     let id = namespace.strip_prefix("cluster-").unwrap_or(namespace);
     let mut steps = vec![Step::new(
         "Permit the change, if KKP manages the cluster. Drain the nodes: they lose the API server for a while.",
@@ -68,13 +69,21 @@ pub(super) fn change(from: Side, to: Side, target: &Target<'_>, file: &str) -> V
     let is_other_name = from == Side::LoadBalancer || to == Side::LoadBalancer;
     steps.push(Step::new(
         "Issue the certificates of kube-apiserver and server again, with the new names and addresses. Go on at once.",
-        &[apply(file, "", &["certificates"], SEED)],
+        &[
+            save_secrets(namespace, &before),
+            apply(file, "", &["certificates"], SEED),
+            "# issue a certificate for each request, and replace its Secret. Without KKP, also issue the certificate of kube-apiserver for the new name and address; KKP issues it (Secret apiserver-tls) after the change of its object".to_owned(),
+        ],
         if is_other_name {
             "nothing, but clients of the old address fail when kube-apiserver reads its new certificate"
         } else {
             ""
         },
-        "put the old Secrets back",
+        format!(
+            "{} && {}",
+            put_secrets_back(namespace, &before),
+            forget(namespace, &[("secrets", &before)])
+        ),
     ));
     let mut commands = vec![spec(from, to, id), apply(file, "", &["services"], SEED)];
     commands.extend(patch_apiserver(target, file, ""));
@@ -83,7 +92,8 @@ pub(super) fn change(from: Side, to: Side, target: &Target<'_>, file: &str) -> V
         &commands,
         "kube-apiserver and the servers beside it; all connections end",
         format!(
-            "put the old Secrets back, then run this step with the cluster file of {}; its first command is then: {}",
+            "{}  # then run this step with the cluster file of {}; its first command is then: {}",
+            put_secrets_back(namespace, &before),
             from.name(),
             spec(to, from, id)
         ),
@@ -120,7 +130,7 @@ pub(super) fn change(from: Side, to: Side, target: &Target<'_>, file: &str) -> V
         Side::Tunneling => steps.push(Step::new(
             "Remove the node tunnel. Its interface stays on old nodes until they restart.",
             &[format!(
-                "{USER} -n kube-system delete daemonset envoy-agent"
+                "{USER} -n kube-system delete daemonset envoy-agent --ignore-not-found"
             )],
             "",
             format!("run the plan from {} to Tunneling", to.name()),
@@ -129,7 +139,10 @@ pub(super) fn change(from: Side, to: Side, target: &Target<'_>, file: &str) -> V
     }
     steps.push(Step::new(
         "Take the permission back.",
-        &[format!("{SEED} label {CLUSTERS} {id} {LABEL}-")],
+        &[
+            forget(namespace, &[("secrets", &before)]),
+            format!("{SEED} label {CLUSTERS} {id} {LABEL}-"),
+        ],
         "",
         "nothing to undo",
     ));
@@ -153,10 +166,12 @@ fn spec(from: Side, to: Side, id: &str) -> String {
 fn remove_door(namespace: &str) -> Vec<String> {
     vec![
         format!(
-            "{SEED} -n {namespace} delete deployment nodeport-proxy-envoy nodeport-proxy-lb-updater"
+            "{SEED} -n {namespace} delete deployment nodeport-proxy-envoy nodeport-proxy-lb-updater --ignore-not-found"
         ),
-        format!("{SEED} -n {namespace} delete service front-loadbalancer"),
-        format!("{SEED} -n {namespace} delete pdb nodeport-proxy-envoy"),
-        format!("{SEED} -n {namespace} delete serviceaccount,role,rolebinding nodeport-proxy"),
+        format!("{SEED} -n {namespace} delete service front-loadbalancer --ignore-not-found"),
+        format!("{SEED} -n {namespace} delete pdb nodeport-proxy-envoy --ignore-not-found"),
+        format!(
+            "{SEED} -n {namespace} delete serviceaccount,role,rolebinding nodeport-proxy --ignore-not-found"
+        ),
     ]
 }

@@ -9,6 +9,20 @@ pub(super) const SEED: &str = "kubectl --kubeconfig=SEED";
 /// Client of the user cluster.
 pub(super) const USER: &str = "kubectl --kubeconfig=USER";
 
+/// Secrets in the seed that a new address of the API server replaces. KKP issues the first one for kube-apiserver.
+const SECRETS: [&str; 3] = [
+    "apiserver-tls",
+    "konnectivityproxy-tls",
+    "konnectivity-kubeconfig",
+];
+
+/// Returns the folder for rendered files. Clusters and tunnels have folders of their own, so that no step applies the files
+/// of another.
+fn rendered(target: &Target<'_>, values: &str) -> String {
+    let tunnel = values.strip_prefix("--tunnel=").unwrap_or("objects");
+    format!("{}-{tunnel}", target.namespace)
+}
+
 /// Returns the start of a command that renders parts. `values` has flags, or is empty.
 fn render(file: &str, values: &str) -> String {
     match values {
@@ -33,20 +47,21 @@ const DENIES_ALL: &str = "default-deny-all-egress";
 /// Returns the commands that permit the traffic of a tunnel; none if the cluster has no policies.
 fn permit(target: &Target<'_>, file: &str, values: &str) -> Vec<String> {
     let mut commands = Vec::new();
+    let folder = rendered(target, values);
     if target.has_seed_policy() {
         commands.push(format!(
-            "if {SEED} -n {} get networkpolicy {DENIES_ALL}; then {SEED} apply -f rendered/seed-network-policies.yaml; fi",
+            "if {SEED} -n {} get networkpolicy {DENIES_ALL}; then {SEED} apply -f {folder}/seed-network-policies.yaml; fi",
             target.namespace
         ));
     }
     if target.has_user_policy() {
         commands.push(format!(
-            "{USER} apply -f rendered/user-network-policies.yaml"
+            "{USER} apply -f {folder}/user-network-policies.yaml"
         ));
     }
     if !commands.is_empty() {
         let render =
-            format!("culvert render {file} {values} --part=network-policies --output-dir=rendered");
+            format!("culvert render {file} {values} --part=network-policies --output-dir={folder}");
         commands.insert(0, render);
     }
     commands
@@ -63,15 +78,17 @@ fn forbid(target: &Target<'_>, seed: &str, user: &str) -> String {
 /// Returns commands that patch the Deployment of kube-apiserver and wait for its pods.
 pub(super) fn patch_apiserver(target: &Target<'_>, file: &str, values: &str) -> Vec<String> {
     let namespace = &target.namespace;
+    let folder = rendered(target, values);
+    let running = format!("{namespace}-apiserver.yaml");
     vec![
-        format!("{SEED} -n {namespace} get deployment apiserver -o yaml > apiserver.yaml"),
+        format!("{SEED} -n {namespace} get deployment apiserver -o yaml > {running}"),
         format!(
-            "{} --part=server --part=apiserver --part=egress --apiserver=apiserver.yaml --output-dir=rendered",
+            "{} --part=server --part=apiserver --part=egress --apiserver={running} --output-dir={folder}",
             render(file, values)
         ),
-        format!("{SEED} apply -f rendered/seed-egress.yaml -f rendered/seed-apiserver.yaml"),
+        format!("{SEED} apply -f {folder}/seed-egress.yaml -f {folder}/seed-apiserver.yaml"),
         format!(
-            "{SEED} -n {namespace} patch deployment apiserver --patch-file rendered/seed-server-patch.yaml"
+            "{SEED} -n {namespace} patch deployment apiserver --patch-file {folder}/seed-server-patch.yaml"
         ),
         format!("{SEED} -n {namespace} rollout status deployment apiserver"),
     ]
@@ -86,7 +103,21 @@ fn save(namespace: &str, deployment: &str, when: &str) -> String {
     )
 }
 
-/// Returns the name of the file of a saved Deployment.
+/// Returns the command that saves the Secrets of address-dependent certificates for [`put_secrets_back`].
+pub(super) fn save_secrets(namespace: &str, when: &str) -> String {
+    let file = saved(namespace, "secrets", when);
+    format!(
+        "[ -s {file} ] || (umask 077 && {SEED} -n {namespace} get secret {} --ignore-not-found -o yaml | grep -Ev '^    (resourceVersion|uid):' > {file}.tmp && mv {file}.tmp {file})",
+        SECRETS.join(" ")
+    )
+}
+
+/// Returns the command that restores the Secrets, and keeps their file.
+pub(super) fn put_secrets_back(namespace: &str, when: &str) -> String {
+    format!("{SEED} replace -f {}", saved(namespace, "secrets", when))
+}
+
+/// Returns the name of the file of a saved Deployment, or of saved Secrets.
 fn saved(namespace: &str, deployment: &str, when: &str) -> String {
     format!("{namespace}-{deployment}-{when}.yaml")
 }
@@ -101,7 +132,7 @@ fn put_back(namespace: &str, deployment: &str, when: &str) -> String {
 }
 
 /// Returns the command that removes the files of a plan after its last way back.
-fn forget(namespace: &str, deployments: &[(&str, &str)]) -> String {
+pub(super) fn forget(namespace: &str, deployments: &[(&str, &str)]) -> String {
     let files = deployments
         .iter()
         .map(|(deployment, when)| saved(namespace, deployment, when));
@@ -138,9 +169,11 @@ fn node_tunnel(target: &Target<'_>, file: &str, values: &str) -> Vec<String> {
 /// Returns the commands that remove the OpenVPN server.
 fn remove_server(namespace: &str) -> Vec<String> {
     vec![
-        format!("{SEED} -n {namespace} delete deployment,service openvpn-server"),
-        format!("{SEED} -n {namespace} delete service culvert-front-end"),
-        format!("{SEED} -n {namespace} delete configmap openvpn-client-configs"),
+        format!(
+            "{SEED} -n {namespace} delete deployment,service openvpn-server --ignore-not-found"
+        ),
+        format!("{SEED} -n {namespace} delete service culvert-front-end --ignore-not-found"),
+        format!("{SEED} -n {namespace} delete configmap openvpn-client-configs --ignore-not-found"),
         format!(
             "{SEED} -n {namespace} delete networkpolicy openvpn-server-allow --ignore-not-found"
         ),
@@ -177,6 +210,7 @@ pub(super) fn to_konnectivity(target: &Target<'_>, file: &str) -> Vec<Step> {
     let namespace = &target.namespace;
     let new = "--tunnel=konnectivity";
     let old = "--tunnel=openvpn";
+    let folder = rendered(target, old);
     let select = |app: &str| {
         format!(
             "{SEED} -n {namespace} patch service konnectivity-server --type=merge -p '{{\"spec\":{{\"selector\":{{\"app\":\"{app}\"}}}}}}'"
@@ -199,12 +233,12 @@ pub(super) fn to_konnectivity(target: &Target<'_>, file: &str) -> Vec<Step> {
                 "# create the Secrets of the requests that do not exist; keep the others".to_owned(),
                 apply(file, old, &["rbac"], USER),
                 format!(
-                    "culvert render {file} {old} --part=server --part=services --output-dir=rendered"
+                    "culvert render {file} {old} --part=server --part=services --output-dir={folder}"
                 ),
                 save(namespace, "openvpn-server", before),
                 // A merge would keep containers, privileges and probes of the stock server.
-                format!("{SEED} replace --save-config -f rendered/seed-server.yaml"),
-                format!("{SEED} apply -f rendered/seed-services.yaml"),
+                format!("{SEED} replace --save-config -f {folder}/seed-server.yaml"),
+                format!("{SEED} apply -f {folder}/seed-services.yaml"),
                 format!("{SEED} -n {namespace} rollout status deployment openvpn-server"),
                 status(target),
                 "# repeat the command until openvpn is healthy".to_owned(),
@@ -309,7 +343,7 @@ pub(super) fn to_konnectivity(target: &Target<'_>, file: &str) -> Vec<Step> {
             "Remove the OpenVPN tunnel.",
             &[
                 vec![format!(
-                    "{USER} -n kube-system delete deployment openvpn-client"
+                    "{USER} -n kube-system delete deployment openvpn-client --ignore-not-found"
                 )],
                 remove_server(namespace),
                 node_tunnel(target, file, new),
@@ -349,6 +383,7 @@ pub(super) fn to_konnectivity(target: &Target<'_>, file: &str) -> Vec<Step> {
 pub(super) fn to_openvpn(target: &Target<'_>, file: &str) -> Vec<Step> {
     let namespace = &target.namespace;
     let new = "--tunnel=openvpn";
+    let folder = rendered(target, new);
     let before = "before-openvpn";
     vec![
         Step::new(
@@ -368,12 +403,12 @@ pub(super) fn to_openvpn(target: &Target<'_>, file: &str) -> Vec<Step> {
             &[
                 vec![
                     format!(
-                        "culvert render {file} {new} --part=server --part=services --part=rbac --output-dir=rendered"
+                        "culvert render {file} {new} --part=server --part=services --part=rbac --output-dir={folder}"
                     ),
                     format!(
-                        "{SEED} apply -f rendered/seed-server.yaml -f rendered/seed-services.yaml"
+                        "{SEED} apply -f {folder}/seed-server.yaml -f {folder}/seed-services.yaml"
                     ),
-                    format!("{USER} apply -f rendered/user-rbac.yaml"),
+                    format!("{USER} apply -f {folder}/user-rbac.yaml"),
                     format!("{SEED} -n {namespace} rollout status deployment openvpn-server"),
                 ],
                 node_tunnel(target, file, new),
@@ -430,8 +465,8 @@ pub(super) fn to_openvpn(target: &Target<'_>, file: &str) -> Vec<Step> {
                     "{SEED} -n {namespace} patch deployment apiserver -p '{{\"spec\":{{\"template\":{{\"spec\":{{\"containers\":[{{\"name\":\"konnectivity-server\",\"$patch\":\"delete\"}}]}}}}}}}}'"
                 ),
                 format!("{SEED} -n {namespace} rollout status deployment apiserver"),
-                format!("{USER} -n kube-system delete deployment,pdb konnectivity-agent"),
-                format!("{SEED} -n {namespace} delete service konnectivity-server"),
+                format!("{USER} -n kube-system delete deployment,pdb konnectivity-agent --ignore-not-found"),
+                format!("{SEED} -n {namespace} delete service konnectivity-server --ignore-not-found"),
                 format!(
                     "{SEED} -n {namespace} delete networkpolicy apiserver-internal-allow --ignore-not-found"
                 ),
