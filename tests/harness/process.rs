@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::ffi::{OsStr, OsString};
+use std::fs;
 use std::io::{Read, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -161,13 +162,32 @@ impl Program {
         }
     }
 
-    /// Sends a signal.
+    /// Sends a signal. After SIGSTOP, waits until all threads have stopped: a thread that still runs may answer a peer.
     ///
     /// # Panics
     /// If the program has exited and its exit status was already read.
     pub fn signal(&self, signal: Signal) {
         kill_process(Pid::from_child(&self.child), signal)
             .unwrap_or_else(|error| panic!("cannot signal {}: {error}", self.name));
+        // The kernel stops the threads within microseconds.
+        while signal == Signal::STOP && !self.is_stopped() {
+            thread::yield_now();
+        }
+    }
+
+    /// Returns true if all threads are stopped.
+    fn is_stopped(&self) -> bool {
+        let is_stopped = |thread: std::io::Result<fs::DirEntry>| {
+            let stat = fs::read_to_string(thread.expect("a thread").path().join("stat"));
+            // The state follows the name, which may contain any character (proc_pid_stat(5)).
+            stat.is_ok_and(|stat| {
+                stat.rsplit(')')
+                    .next()
+                    .is_some_and(|it| it.starts_with(" T"))
+            })
+        };
+        let threads = fs::read_dir(format!("/proc/{}/task", self.pid()));
+        threads.expect("the threads").all(is_stopped)
     }
 
     /// Kills the program and waits until the process is gone.
@@ -232,7 +252,7 @@ impl Program {
     /// # Panics
     /// If the program has exited.
     pub fn fd_count(&self) -> usize {
-        std::fs::read_dir(self.proc("fd"))
+        fs::read_dir(self.proc("fd"))
             .expect("a living program")
             .count()
     }
@@ -255,7 +275,7 @@ impl Program {
 
     /// Returns the value of a line in `/proc/pid/status`, see proc_pid_status(5).
     fn memory(&self, name: &str) -> u64 {
-        let status = std::fs::read_to_string(self.proc("status")).expect("a living program");
+        let status = fs::read_to_string(self.proc("status")).expect("a living program");
         let line = status.lines().find_map(|line| line.strip_prefix(name));
         let kib = line.and_then(|rest| rest.trim().strip_suffix(" kB"));
         1024 * kib.expect("a value in kB").parse::<u64>().unwrap()
@@ -266,7 +286,7 @@ impl Program {
     /// # Panics
     /// If the program has exited.
     pub fn cpu_time(&self) -> Duration {
-        let stat = std::fs::read_to_string(self.proc("stat")).expect("a living program");
+        let stat = fs::read_to_string(self.proc("stat")).expect("a living program");
         // The second field is the program's name in parentheses and may contain any character. Counted from
         // the field after the name, user and system ticks (fields 14 and 15) have the indexes 11 and 12; see
         // proc(5).
