@@ -23,6 +23,7 @@ mod node_ports;
 mod origins;
 mod peers;
 mod quic;
+mod resets;
 mod rolls;
 mod rotation;
 mod silence;

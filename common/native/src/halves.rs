@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::task::{Context, Poll, ready};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 
 use bytes::{Buf, Bytes, BytesMut};
@@ -51,6 +51,8 @@ pub struct Chunk {
 struct Queued {
     chunks: AtomicUsize,
     written: Notify,
+    /// True once the peer has ended its direction in the ordinary way.
+    is_received: AtomicBool,
 }
 
 /// Sending half of a stream. [`NativeSink`] writes to this half; [`NativeSource`] watches it for a reset by
@@ -73,6 +75,7 @@ pub struct NativeSink {
 pub struct NativeSource {
     stream: RecvStream,
     sending: Shared,
+    queued: Arc<Queued>,
     /// Frames read from HTTP/2 while the sink was busy.
     ahead: VecDeque<Bytes>,
     gathered: BytesMut,
@@ -101,10 +104,12 @@ pub fn halves(
     lost: CloseReason,
 ) -> (NativeSource, NativeSink) {
     let stream = Arc::new(Mutex::new(send));
+    let queued = Arc::<Queued>::default();
     inbound.streams.fetch_add(1, Ordering::Relaxed);
     let source = NativeSource {
         stream: receive,
         sending: stream.clone(),
+        queued: queued.clone(),
         ahead: VecDeque::new(),
         gathered: BytesMut::new(),
         end: None,
@@ -118,7 +123,7 @@ pub fn halves(
     };
     let sink = NativeSink {
         stream,
-        queued: Arc::default(),
+        queued,
         enough: ENOUGH_BYTES,
         allowance: None,
         inbound,
@@ -219,24 +224,48 @@ impl NativeSink {
 
     /// Ends the connection and reports `reason` to the peer. Bytes sent earlier still reach the peer, unless no
     /// chunk can be written for two minutes; the peer then sees [`CloseReason::Stalled`]. HTTP/2 discards
-    /// the unwritten chunks of a reset stream, so a task on `tasks` first waits for the writes.
+    /// the unwritten chunks of a reset stream, so a task on `tasks` first waits for the writes, and then for the
+    /// [pace](super::resets) of resets.
     pub fn end(self, reason: CloseReason, tasks: &TaskTracker) {
-        if self.queued.is_empty() {
-            self.reset(reason);
-        } else {
-            tasks.spawn(async move {
-                self.reset(match self.queued.all_written_or_stalled().await {
-                    true => reason,
-                    // The unwritten rest is lost, so the end must not look like an ordinary one.
-                    false => CloseReason::Stalled,
-                });
-            });
-        }
+        self.end_holding((), reason, tasks);
     }
 
-    fn reset(&self, reason: CloseReason) {
-        // HTTP/2 ignores the reset if both directions have ended cleanly.
-        self.stream.lock().send_reset(reset_code(reason));
+    /// Ends the connection like [`end`](Self::end), and drops `held` once the stream is closed.
+    pub fn end_holding<H: Send + 'static>(self, held: H, reason: CloseReason, tasks: &TaskTracker) {
+        if self.queued.is_empty() && self.reset_in_turn(reason) {
+            return;
+        }
+        tasks.spawn(async move {
+            let reason = match self.queued.all_written_or_stalled().await {
+                true => reason,
+                // The unwritten rest is lost, so the end must not look like an ordinary one.
+                false => CloseReason::Stalled,
+            };
+            while !self.reset_in_turn(reason) {
+                tokio::select! {
+                    () = self.inbound.resets.turn() => {}
+                    _ = aborted(&self.stream, self.lost) => {}
+                }
+            }
+            drop(held);
+        });
+    }
+
+    /// Resets the stream unless it is closed already. Returns false if other resets have to become older first.
+    fn reset_in_turn(&self, reason: CloseReason) -> bool {
+        let is_received = self.queued.is_received.load(Ordering::Relaxed);
+        let is_complete = self.finished && is_received && self.queued.is_empty();
+        let mut stream = self.stream.lock();
+        // HTTP/2 would remember a reset of a closed stream, too.
+        let is_closed = is_complete
+            || stream
+                .poll_reset(&mut Context::from_waker(Waker::noop()))
+                .is_ready();
+        let is_turn = is_closed || self.inbound.resets.take();
+        if is_turn && !is_closed {
+            stream.send_reset(reset_code(reason));
+        }
+        is_turn
     }
 
     /// Returns how many of `wanted` bytes may enter HTTP/2's send queue now. While the allowance is limited,
@@ -350,6 +379,7 @@ impl NativeSource {
                 None => {
                     // HTTP/2 keeps unread trailers as long as the stream.
                     let _ = self.stream.poll_trailers(cx);
+                    self.queued.is_received.store(true, Ordering::Relaxed);
                     Ok(())
                 }
             };

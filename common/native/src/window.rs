@@ -32,6 +32,7 @@ use tokio::sync::futures::Notified;
 use tokio::time::{Instant, Sleep, sleep};
 
 use super::buffers::Buffers;
+use super::resets::Resets;
 use super::{LONG_PATH_FRAME_BYTES, SEND_BYTES};
 
 use self::estimate::{Estimate, FORGET_AFTER};
@@ -114,6 +115,8 @@ pub struct Inbound {
     tuner: AtomicWaker,
     /// Buffers of the bytes in the other direction.
     pub(crate) buffers: Arc<Buffers>,
+    /// Pace of the resets of the connection's streams.
+    pub(crate) resets: Resets,
 }
 
 /// Error for a peer that sent nothing for too long after a ping.
@@ -210,6 +213,18 @@ impl Inbound {
             link_changes: AtomicU32::new(0),
             tuner: AtomicWaker::new(),
             buffers: Arc::default(),
+            resets: Resets::default(),
+        }
+    }
+
+    /// Lets our end reset at most `count` streams within `time`, if the peer may still send on them; more resets wait.
+    /// [`TakerLimits::reset_streams`](super::link::TakerLimits::reset_streams) has to be at least twice `count`, because
+    /// `h2` forgets expired resets only at its next poll.
+    #[must_use]
+    pub fn pacing_resets(self, count: usize, time: Duration) -> Self {
+        Self {
+            resets: Resets::paced(count, time),
+            ..self
         }
     }
 

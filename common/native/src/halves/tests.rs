@@ -76,10 +76,19 @@ impl Link {
     }
 
     async fn over(near: DuplexStream, far: DuplexStream) -> Self {
-        let (server, agent) = (Arc::<Inbound>::default(), Arc::<Inbound>::default());
+        Self::limited(near, far, Inbound::default(), TakerLimits::trusting()).await
+    }
+
+    async fn limited(
+        near: DuplexStream,
+        far: DuplexStream,
+        agent: Inbound,
+        limits: TakerLimits,
+    ) -> Self {
+        let (server, agent) = (Arc::<Inbound>::default(), Arc::new(agent));
         let (opener, taker) = tokio::join!(
             Opener::new(near, server.clone(), Pings::default()),
-            Taker::new(far, agent.clone(), TakerLimits::trusting()),
+            Taker::new(far, agent.clone(), limits),
         );
         let ((requests, mut opener), taker) = (opener.unwrap(), taker.unwrap());
         let (streams, incoming) = mpsc::unbounded_channel();
@@ -571,6 +580,94 @@ async fn thousands_of_resets_with_bytes_in_flight_do_not_end_the_connection() {
         drop(requests.send_request(request, false).unwrap());
     }
     link.works().await;
+}
+
+/// Number of resets that a link with few remembered streams permits at once.
+const FEW: usize = 4;
+
+/// Creates a link whose agent remembers few reset streams for `time`, and tolerates no error of the server. Bytes are in
+/// flight for 50 ms.
+async fn forgetful_link(time: Duration) -> Link {
+    let (delay, along) = watch::channel(Duration::from_millis(50));
+    let (near, near_line) = tokio::io::duplex(4 * MUCH);
+    let (far, far_line) = tokio::io::duplex(4 * MUCH);
+    tokio::spawn(async move {
+        delay_line([near_line, far_line], along).await;
+        drop(delay);
+    });
+    let limits = TakerLimits {
+        reset_streams: 2 * FEW,
+        reset_time: time,
+        error_resets: Some(0),
+        ..TakerLimits::trusting()
+    };
+    let agent = Inbound::default().pacing_resets(FEW, time);
+    Link::limited(near, far, agent, limits).await
+}
+
+#[tokio::test]
+async fn resets_beyond_the_remembered_streams_wait_and_do_not_end_the_connection() {
+    let mut link = forgetful_link(Duration::from_millis(500)).await;
+    let tasks = TaskTracker::new();
+    let (mut uploads, mut ends) = (JoinSet::new(), Vec::new());
+    for _ in 0..4 * FEW {
+        let ((mut near, mut to_far), end) = link.open().await;
+        ends.push(end);
+        uploads.spawn(async move {
+            // Until the reset arrives.
+            while to_far.send(pattern(1000)).await.is_ok() {
+                sleep(Duration::from_millis(5)).await;
+            }
+            near.recv().await
+        });
+    }
+    for (_, to_near) in ends {
+        to_near.end(CloseReason::EndpointLost, &tasks);
+    }
+    while let Some(end) = uploads.join_next().await {
+        assert_eq!(end.unwrap(), Err(CloseReason::EndpointLost));
+    }
+    tasks.close();
+    tasks.wait().await;
+    link.works().await;
+}
+
+#[tokio::test]
+async fn a_waiting_reset_ends_with_the_stream_of_the_peer() {
+    let mut link = forgetful_link(Duration::from_secs(600)).await;
+    let tasks = TaskTracker::new();
+    let mut held = Vec::new();
+    for _ in 0..FEW {
+        let (near, (_, to_near)) = link.open().await;
+        to_near.end(CloseReason::EndpointLost, &tasks);
+        held.push(near);
+    }
+    let ((_near, to_far), (_far, to_near)) = link.open().await;
+    let place = Arc::new(());
+    let taken = Arc::downgrade(&place);
+    to_near.end_holding(place, CloseReason::EndpointLost, &tasks);
+    assert!(taken.upgrade().is_some());
+    to_far.end(CloseReason::ClientLost, &tasks);
+    tasks.close();
+    tasks.wait().await;
+    assert!(taken.upgrade().is_none());
+}
+
+#[tokio::test]
+async fn complete_streams_are_not_reset() {
+    let mut link = forgetful_link(Duration::from_secs(600)).await;
+    let tasks = TaskTracker::new();
+    for _ in 0..FEW {
+        let ((mut near, mut to_far), (mut far, mut to_near)) = link.open().await;
+        to_far.finish().await.unwrap();
+        assert_eq!(far.recv().await, Ok(None));
+        to_near.finish().await.unwrap();
+        to_near.end(CloseReason::ClientClosed, &tasks);
+        assert_eq!(near.recv().await, Ok(None));
+    }
+    tasks.close();
+    tasks.wait().await;
+    assert!((0..FEW).all(|_| link.agent.resets.take()));
 }
 
 /// Sink that accepts the first chunk and is then busy forever.

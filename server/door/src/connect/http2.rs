@@ -39,20 +39,23 @@ const WINDOW_BYTES: u32 = 1024 * 1024;
 /// leave many streams unread.
 const SEND_BYTES: usize = 64 * 1024;
 
-/// Maximum number of streams of a connection that the client has reset by its own errors, as for agents. Each may occupy
-/// 1.4 KiB while the client does not read. Well-behaved clients cause such an error only by a frame for a stream that the
-/// front door reset and has forgotten.
-const ERROR_RESETS: usize = 1024;
+/// Maximum number of streams of a connection that the client has reset by its own errors. Each may occupy 1.4 KiB while the
+/// client does not read. Well-behaved clients cause such an error only by a frame that arrives after [`RESET_TIME`].
+const ERROR_RESETS: usize = 64;
 
-/// Number of reset streams to remember: all streams of a connection, if their endpoint ends.
-const RESET_STREAMS: usize = MAX_STREAMS as usize;
+/// Number of streams that the front door resets at once, although their clients may still send. More resets wait until
+/// earlier ones are [`RESET_TIME`] old; their streams stay open meanwhile.
+const PACED_RESETS: usize = 128;
+
+/// Number of reset streams to remember. Each occupies 0.4 KiB.
+const RESET_STREAMS: usize = 2 * PACED_RESETS;
 
 /// Number of streams that a client may reset before they are accepted. [`READ_QUOTA`] has room for fewer requests.
 const UNACCEPTED_RESETS: usize = 4096;
 
 /// Time for which a reset stream is remembered. Frames that a client sent before it learned of the reset arrive within
-/// this time: a client is lost if nothing arrives for 20 s after a ping.
-const RESET_TIME: Duration = Duration::from_secs(30);
+/// this time, unless the path is interrupted. The first frame that arrives later is an error of the client.
+const RESET_TIME: Duration = Duration::from_secs(5);
 
 /// Largest frame payload that a client may send, in bytes. A frame that is not complete occupies memory. With Envoy's limit of
 /// 16 KiB, uploads of a node tunnel cost 1.7 times as much processor time as without a limit, with this one 1.2 times.
@@ -113,7 +116,8 @@ impl ConnectListener {
         let Some(_place) = self.sessions.take_place(peer.ip()) else {
             return self.refuse_session(peer);
         };
-        let inbound = Arc::new(Inbound::new(WindowProfile::Fixed(WINDOW_BYTES)));
+        let inbound = Inbound::new(WindowProfile::Fixed(WINDOW_BYTES));
+        let inbound = Arc::new(inbound.pacing_resets(PACED_RESETS, RESET_TIME));
         let limits = TakerLimits {
             held_bytes: TAKER_HELD_BYTES,
             streams: MAX_STREAMS,
@@ -235,7 +239,7 @@ impl ConnectListener {
             }
             connected = connected => connected,
         };
-        let connected = match connected {
+        let mut connected = match connected {
             Ok(connected) => connected,
             Err(denial) => {
                 let mut response = answer(denial.status());
@@ -257,11 +261,13 @@ impl ConnectListener {
         let mut sink = sink.toward_any_peer().within(shared.unread.clone());
         let authority = authority.unwrap_or_default();
         let (client, unread) = ((&mut source, &mut sink), shared.unread.clone());
+        // A stream whose reset waits counts as a connection of the client.
+        let share = connected.share.take();
         let reason = self
             .run_connection(client, connected, &authority, peer, None, unread)
             .await;
         counted.end(reason);
-        sink.end(reason, &self.front.tasks);
+        sink.end_holding(share, reason, &self.front.tasks);
     }
 }
 
