@@ -4,7 +4,9 @@
 //! a dial and learn of a failed dial at once. A client also waits for a second dial, unless the dial before its
 //! request failed. The pool keeps one connection open even without clients, and opens more connections, up to the
 //! limit, while each open connection carries a stream. A connection gets no new streams and is replaced if it
-//! broke, received GOAWAY, does not answer a PING, or is suspect: a request and a probe had no answer.
+//! broke, received GOAWAY, or does not answer a PING. A connection gets no new streams, and another one is opened, while
+//! it is suspect: a request and a probe had no answer. After its next byte the connection is used again, and connections
+//! beyond the limit are closed once they carry no stream.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -22,7 +24,7 @@ use futures_util::FutureExt as _;
 use h2::SendStream;
 use h2::client::ResponseFuture;
 use http::{Method, Request, Uri};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep, timeout};
@@ -53,6 +55,9 @@ const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 /// Time for unused connections to close at shutdown.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// Connections for each permitted connection, suspect ones included. The suspect ones have streams, and may recover.
+const WITH_SUSPECTS: usize = 2;
+
 /// Way to dial the proxy.
 pub(crate) trait Reach: Send + Sync + 'static {
     /// Connection below HTTP/2.
@@ -76,7 +81,7 @@ pub(crate) struct ConnectionPool<R> {
     tasks: TaskTracker,
 }
 
-/// A connection that accepts new streams.
+/// A connection to the proxy.
 struct Link {
     serial: u64,
     /// The thread that drives the connection.
@@ -187,15 +192,19 @@ impl<R: Reach> ConnectionPool<R> {
     }
 
     fn try_open(&self, target: &Uri) -> Result<Option<Stream>, PoolError> {
-        let mut links = self.links.lock();
-        links.retain(|link| link.takes_streams());
-        let Some(link) = links.iter().min_by_key(|link| link.count()) else {
+        let links = self.open_links();
+        let most = self.limit * WITH_SUSPECTS;
+        let usable = || links.iter().filter(|link| !link.is_suspect());
+        let link = usable().min_by_key(|link| link.count());
+        // Without room for another connection, only a suspect one is left.
+        let suspect = links.iter().filter(|_| links.len() >= most);
+        let Some(link) = link.or_else(|| suspect.min_by_key(|link| link.count())) else {
             return Ok(None);
         };
         let mut requests = link.requests.clone();
         if link.count() >= requests.current_max_send_streams() {
             // Below the limit, the pool opens another connection: the caller waits for the dial.
-            return match links.len() < self.limit {
+            return match usable().count() < self.limit && links.len() < most {
                 true => Ok(None),
                 false => Err(PoolError::Full),
             };
@@ -256,11 +265,27 @@ impl<R: Reach> ConnectionPool<R> {
         }
     }
 
-    /// True if the pool is below its limit and has no idle connection.
+    /// True if the pool is below its limits and has no idle connection.
     fn is_short(&self) -> bool {
+        let links = self.open_links();
+        let usable = || links.iter().filter(|link| !link.is_suspect());
+        let has_room = usable().count() < self.limit && links.len() < self.limit * WITH_SUSPECTS;
+        has_room && usable().all(|link| link.count() > 0)
+    }
+
+    /// Returns the connections, without those that are of no further use: broken ones, and unused ones that are suspect or
+    /// beyond the limit.
+    fn open_links(&self) -> MutexGuard<'_, Vec<Arc<Link>>> {
         let mut links = self.links.lock();
-        links.retain(|link| link.takes_streams());
-        links.len() < self.limit && links.iter().all(|link| link.count() > 0)
+        links.retain(|link| link.is_open() && !(link.is_suspect() && link.count() == 0));
+        let usable = links.iter().filter(|link| !link.is_suspect()).count();
+        let mut excess = usable.saturating_sub(self.limit);
+        links.retain(|link| {
+            let is_excess = excess > 0 && link.count() == 0;
+            excess -= usize::from(is_excess);
+            !is_excess
+        });
+        links
     }
 
     fn emptiest_shard(&self) -> Option<ShardId> {
@@ -340,11 +365,18 @@ impl<R: Reach> ConnectionPool<R> {
 // === impl Link ===
 
 impl Link {
-    /// True if the connection is neither broken nor ended by GOAWAY, nor suspect. `h2` reports the first two
-    /// states without waiting.
-    fn takes_streams(&self) -> bool {
+    /// True if the connection is neither broken nor ended by GOAWAY. `h2` reports both states without waiting.
+    fn is_open(&self) -> bool {
         let ready = self.requests.clone().ready().now_or_never();
-        matches!(ready, Some(Ok(_))) && !self.suspicion.is_raised(self.inbound.heard())
+        matches!(ready, Some(Ok(_)))
+    }
+
+    fn is_suspect(&self) -> bool {
+        self.suspicion.is_raised(self.inbound.heard())
+    }
+
+    fn takes_streams(&self) -> bool {
+        self.is_open() && !self.is_suspect()
     }
 
     fn count(&self) -> usize {
@@ -366,7 +398,7 @@ impl Seat {
     }
 
     /// Resolves once the proxy sends nothing for some time, not even the answer to a PING. The connection then
-    /// gets no new streams.
+    /// gets no new streams until the proxy sends something.
     pub(crate) async fn is_silent(&self) {
         let Link {
             serial,

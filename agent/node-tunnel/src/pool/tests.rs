@@ -137,12 +137,13 @@ impl FarEnd {
             let (mute, unmute) = (mute.clone(), unmute.clone());
             tokio::spawn(async move {
                 let mut take = pin!(take);
-                tokio::select! {
-                    () = &mut take => return,
-                    // Keeps the connection open.
-                    () = mute.notified() => unmute.notified().await,
+                loop {
+                    tokio::select! {
+                        () = &mut take => return,
+                        // Keeps the connection open.
+                        () = mute.notified() => unmute.notified().await,
+                    }
                 }
-                take.await;
             })
         };
         Self {
@@ -378,6 +379,32 @@ async fn used_connection_that_falls_silent_is_replaced() {
     assert_eq!(proxy.dials(), 2);
     let _stream = proxy.open().await.unwrap();
     let _in_b = b.next_stream().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn connections_that_recover_from_silence_are_used_again() {
+    let mut proxy = Proxy::start(1);
+    let _held = proxy.open().await.unwrap();
+    let mut first = proxy.next_connection().await;
+    let _in_first = first.next_stream().await;
+    sleep(DIAL_TAKES).await;
+    for _ in 0..5 {
+        first.mute.notify_one();
+        let unanswered = proxy.open().await.unwrap();
+        unanswered.seat.is_silent().await;
+        let elsewhere = proxy.open().await.unwrap();
+        let second = proxy.next_connection().await;
+        first.unmute.notify_one();
+        let _unanswered = first.next_stream().await;
+        drop((unanswered, elsewhere));
+        let works_again = async {
+            second.driver.await.unwrap();
+            let _stream = proxy.open().await.unwrap();
+            first.next_stream().await
+        };
+        timeout(CONNECT_TIMEOUT, works_again).await.unwrap();
+    }
+    assert_eq!(proxy.dials(), 6);
 }
 
 #[tokio::test(start_paused = true)]
