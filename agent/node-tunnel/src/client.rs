@@ -61,6 +61,11 @@ pub(crate) enum Refused {
     #[error(transparent)]
     Pool(#[from] PoolError),
     #[error(
+        "the clients of this address have half of all streams, or as many as are free: check what opens them, and raise \
+         --connections"
+    )]
+    Share,
+    #[error(
         "the proxy answered 404, so this Service is not exposed: check the authority of --listen, \
          and on the seed the Service's annotation nodeport-proxy.k8s.io/expose, which must name \
          Tunneling"
@@ -138,13 +143,21 @@ impl<R: Reach> ClientHandler<R> {
         O: AsyncWrite + Unpin + Send + 'static,
     {
         let counted = self.metrics.client();
+        let share = self.pool.share(peer.ip());
+        let open = async {
+            match &share {
+                Some(_) => self.open().await,
+                None => Err(Refused::Share),
+            }
+        };
         let opened = tokio::select! {
-            opened = self.open() => opened,
+            opened = open => opened,
             () = self.cut.cancelled() => return self.metrics.closed(CloseReason::Shutdown),
         };
         let stream = match opened {
             Ok(stream) => stream,
             Err(refused) => {
+                drop(share);
                 self.refuse(&refused, peer);
                 if let Ok((read, write)) = client() {
                     linger_close(read, write).await;
@@ -154,7 +167,7 @@ impl<R: Reach> ClientHandler<R> {
         };
         let (shard, handler) = (stream.counted.0.shard(), self.clone());
         self.pool.shards().spawn(shard, &self.tasks, async move {
-            let _counted = counted;
+            let _counted = (counted, share);
             match client() {
                 Ok((read, write)) => handler.run_connection(stream, read, write, peer).await,
                 Err(error) => {
@@ -302,6 +315,7 @@ impl Refused {
         match self {
             Self::Pool(PoolError::Unreachable(_)) => Refusal::Unreachable,
             Self::Pool(PoolError::Full) => Refusal::Full,
+            Self::Share => Refusal::TooManyConnections,
             Self::NotFound => Refusal::NotFound,
             Self::Unavailable | Self::Overloaded => Refusal::Unavailable,
             Self::Forbidden | Self::Status(_) => Refusal::OtherStatus,

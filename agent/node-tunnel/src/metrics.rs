@@ -29,6 +29,8 @@ label_values! {
         Unreachable = "unreachable",
         /// Every connection has as many streams as the proxy allows.
         Full = "full",
+        /// The clients of the address have their share of all streams.
+        TooManyConnections = "too_many_connections",
     }
 }
 

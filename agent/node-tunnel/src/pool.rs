@@ -8,11 +8,13 @@
 //! it is suspect: a request and a probe had no answer. After its next byte the connection is used again, and connections
 //! beyond the limit are closed once they carry no stream.
 
+use std::net::IpAddr;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use culvert_host::net::shares::{Share, Shares};
 use culvert_host::runtime::shards::{ShardId, Shards};
 use culvert_host::telemetry::log_once::LogOnce;
 use culvert_host::telemetry::metrics::GaugeGuard;
@@ -49,6 +51,12 @@ const LAST_PAUSE: Duration = Duration::from_secs(5);
 /// cut; with 16 MiB, between two Envoys, a download of 60 MB to a slow reader was cut.
 const WINDOW_BYTES: u32 = 16 * 1024 * 1024;
 
+/// Streams that a proxy permits in a connection: the limit of the nodeport-proxy and of KKP's Envoy.
+const STREAMS: u64 = 1024;
+
+/// Streams that the clients of one address may have for each free stream: half of all streams.
+const SHARE_FACTOR: u64 = 1;
+
 /// Pause between two checks for connections that accept no new streams. `h2` reports a GOAWAY only when asked.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -73,6 +81,8 @@ pub(crate) struct ConnectionPool<R> {
     pings: Pings,
     shards: Shards,
     links: Mutex<Vec<Arc<Link>>>,
+    /// Shares of the clients' addresses in all streams.
+    shares: Arc<Shares>,
     /// Wakes the dialing task to check for missing connections.
     look: Notify,
     /// Result of the last dial: the reason for a failure, or `None` after a success. Changes with each dial.
@@ -139,6 +149,7 @@ impl<R: Reach> ConnectionPool<R> {
             pings,
             shards,
             links: Mutex::default(),
+            shares: Shares::of(limit as u64 * STREAMS, SHARE_FACTOR),
             look: Notify::new(),
             dialed: watch::Sender::new(None),
             metrics,
@@ -148,6 +159,11 @@ impl<R: Reach> ConnectionPool<R> {
 
     pub(crate) fn shards(&self) -> &Shards {
         &self.shards
+    }
+
+    /// Counts a stream of a client; returns `None` if the clients of the address have their share of all streams.
+    pub(crate) fn share(&self, client: IpAddr) -> Option<Share> {
+        self.shares.take_place(client)
     }
 
     /// True if a connection accepts new streams.

@@ -51,8 +51,12 @@ impl Node {
     }
 
     fn client(&self) -> DuplexStream {
+        self.client_from(PEER)
+    }
+
+    fn client_from(&self, peer: SocketAddr) -> DuplexStream {
         let (client, near) = duplex(64 * 1024);
-        let serve = self.handler.clone().serve(|| Ok(split(near)), PEER);
+        let serve = self.handler.clone().serve(|| Ok(split(near)), peer);
         self.tasks.spawn(serve);
         client
     }
@@ -220,6 +224,29 @@ async fn a_refusal_closes_the_client_and_is_counted_by_status() {
         ))
         .await;
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn clients_of_one_address_get_half_of_all_streams() {
+    let mut node = Node::start().await;
+    let (mut open, mut streams) = (Vec::new(), Vec::new());
+    for _ in 0..512 {
+        let mut client = node.client();
+        streams.push(node.carries(&mut client).await);
+        open.push(client);
+    }
+    assert_eq!(rest(&mut node.client()).await, "");
+    let mut other = node.client_from("127.0.0.2:1".parse().unwrap());
+    let _other = node.carries(&mut other).await;
+    let page = node.proxy.metrics.registry().render();
+    let refused = "culvert_node_tunnel_refused_total{reason=\"too_many_connections\"} 1\n";
+    assert!(page.contains(refused), "{page}");
+    // An end returns the place.
+    streams.pop();
+    drop(open.pop());
+    sleep(Duration::from_secs(1)).await;
+    let mut client = node.client();
+    let _next = node.carries(&mut client).await;
 }
 
 #[tokio::test(start_paused = true)]
