@@ -74,6 +74,20 @@ async fn changing_one_of_a_thousand_routes_closes_no_connection() {
 }
 
 #[tokio::test]
+async fn each_of_many_mistakes_in_the_file_is_reported() {
+    let door = Door::start(&[]).await;
+    let mut text = String::from("upstreams:\n");
+    for entry in 0..30 {
+        text += &format!("  - name: x{entry}\n    endpoints: [nowhere-{entry}-]\n");
+    }
+    std::fs::write(door.file(), text).unwrap();
+    for entry in 0..30 {
+        let name = format!("nowhere-{entry}-");
+        door.program.wait_for_log(&name, LIMIT).await;
+    }
+}
+
+#[tokio::test]
 async fn an_invalid_file_is_reported_and_the_last_routes_stay() {
     let services = Services::start().await.unwrap();
     let door = Door::start(&[Upstream::new("demo/raw", services.raw).authority(RAW)]).await;

@@ -56,6 +56,20 @@ async fn comes_to_be_gone(client: &Http2, authority: &str) {
 }
 
 #[tokio::test]
+async fn each_of_many_services_with_a_mistake_is_named_in_the_log() {
+    let api = KubeApi::start().await;
+    for index in 0..30 {
+        let wrong = service("cluster-a", &format!("wrong-{index}-")).port("secure", 443);
+        api.put("services", wrong.annotation(EXPOSE, "tunneling"));
+    }
+    let door = Door::watching(&api, &[]).await;
+    for index in 0..30 {
+        let name = format!("cluster-a/wrong-{index}-");
+        door.program.wait_for_log(&name, LIMIT).await;
+    }
+}
+
+#[tokio::test]
 async fn only_annotated_services_with_ready_endpoints_are_exposed() {
     let services = Services::start().await.unwrap();
     let endpoint = TlsEndpoint::start("api.example.com").await;

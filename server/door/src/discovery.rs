@@ -194,7 +194,8 @@ impl Discovery {
         }
         let is_new = |problem: &&String| self.problems.binary_search(problem).is_err();
         for problem in problems.iter().filter(is_new) {
-            warn!("{problem}");
+            // As the reason, each problem has its own limit in the log.
+            warn!(reason = problem, "a Service has a mistake");
         }
         self.problems = problems;
     }

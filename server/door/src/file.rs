@@ -172,7 +172,8 @@ impl Follower {
             Err(problems) => {
                 self.metrics.rejected.increment(1);
                 for problem in problems.0 {
-                    error!("{problem}");
+                    // As the reason, each problem has its own limit in the log.
+                    error!(reason = problem, "the file of routes has a mistake");
                 }
                 error!("the last routes stay in force");
                 false

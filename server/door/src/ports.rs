@@ -93,7 +93,7 @@ impl NodePorts {
                     if self.failed.entry(port).or_default().is_new(&text) {
                         warn!(
                             port,
-                            error = text,
+                            reason = text,
                             "cannot open the node port; trying again every {RETRY:?}"
                         );
                     }
