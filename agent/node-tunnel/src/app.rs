@@ -19,7 +19,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{info, warn};
 
-use super::client::ClientHandler;
+use super::client::{ClientHandler, client_halves};
 use super::config::{Config, Mode};
 use super::files::Reloader;
 use super::interface::Keeper;
@@ -155,7 +155,7 @@ impl Bound {
                             true => stream,
                             false => rebind(stream)?,
                         };
-                        Ok(stream.into_split())
+                        Ok(client_halves(stream))
                     };
                     tasks.spawn(handler.clone().serve(client, peer));
                 }

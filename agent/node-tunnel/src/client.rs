@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use culvert_host::net::socket::Socket;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_native::halves::{NativeSink, NativeSource, halves};
 use culvert_stream::connection::run_connection;
@@ -22,6 +23,7 @@ use h2::Reason;
 use http::{StatusCode, Uri};
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -53,6 +55,12 @@ pub(crate) struct ClientHandler<R> {
     tasks: TaskTracker,
     cut: CancellationToken,
     warned: Mutex<HashMap<Refusal, Instant>>,
+}
+
+/// Returns the read and write halves of a client's socket.
+pub(crate) fn client_halves(stream: TcpStream) -> (ClientSocket, ClientSocket) {
+    let socket = Socket::new(Arc::new(stream), false);
+    (socket.clone(), socket)
 }
 
 /// Reason why a client got no stream.
@@ -100,6 +108,8 @@ pub(crate) enum Refused {
     #[error("the connection to the proxy ended before the answer ({0}): check the proxy's log")]
     Lost(h2::Error),
 }
+
+type ClientSocket = Socket<Arc<TcpStream>>;
 
 /// A CONNECT stream that the proxy accepted.
 struct AcceptedStream {

@@ -1,6 +1,6 @@
 //! Sockets: listeners, the PROXY protocol, admission and shares of peers, dialing with Go's error texts, the policy
-//! for destinations, the CONNECT request head, outbound proxies, read-ahead, socket options, congestion control, and
-//! detection of dead peers.
+//! for destinations, the CONNECT request head, outbound proxies, read-ahead, shared sockets, socket options, congestion
+//! control, and detection of dead peers.
 
 pub mod admission;
 pub mod congestion;
@@ -18,6 +18,7 @@ pub mod proxy_protocol;
 pub mod readahead;
 pub mod shares;
 pub mod silence;
+pub mod socket;
 
 use std::net::{IpAddr, Ipv4Addr};
 

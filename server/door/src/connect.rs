@@ -26,6 +26,7 @@ use culvert_host::net::networks::Networks;
 use culvert_host::net::proxy_protocol::{Origin, UNEXPECTED_HEADER, is_header};
 use culvert_host::net::readahead::ReadAhead;
 use culvert_host::net::shares::Shares;
+use culvert_host::net::socket::{ResetOnDrop, Socket};
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_host::tls::reload::ServerTls;
 use culvert_stream::allowance::Allowance;
@@ -43,7 +44,6 @@ use self::denial::Denial;
 use super::front::{FIRST_BYTES_TIMEOUT, Front, refusal_of};
 use super::metrics::{Entrance, Refusal, Tally};
 use super::relay::write_all;
-use super::socket::{ResetOnDrop, Socket};
 use super::upstream::{ConnectError as ConnectFailure, Connected};
 use super::watch::watch;
 

@@ -12,6 +12,7 @@ use culvert_host::net::long_path;
 use culvert_host::net::networks::Networks;
 use culvert_host::net::proxy_protocol::{self, HeaderError, Origin, UNEXPECTED_HEADER, is_header};
 use culvert_host::net::shares::Shares;
+use culvert_host::net::socket::read_once;
 use culvert_host::runtime::shards::{Seat, Shards, on_shard};
 use culvert_stream::CloseReason;
 use socket2::SockRef;
@@ -25,7 +26,6 @@ use super::client_hello::{Hello, HelloError, HelloReader};
 use super::config::Limits;
 use super::metrics::{Entrance, ProxyMetrics, Refusal};
 use super::relay::{Ended, Relay, write_all};
-use super::socket::read_once;
 use super::table::Table;
 use super::upstream::{ConnectError, Stats, Upstream};
 

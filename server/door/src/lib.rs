@@ -16,7 +16,6 @@
 //! | `relay` | moves bytes between two sockets, inside the kernel for bulk data |
 //! | `connect` | CONNECT over HTTP/1.1 and HTTP/2 |
 //! | `watch` | ends idle connections, and connections with a dead peer |
-//! | `socket` | a socket for two tasks: one reads and writes, one inspects |
 //! | `ports` | opens and closes node ports as Services come and go |
 //! | `pages` | pages for health, metrics and administration |
 //! | [`metrics`] | the proxy's own metrics, and metrics with Envoy's names |
@@ -41,7 +40,6 @@ mod ports;
 pub mod quic;
 mod relay;
 mod routes;
-mod socket;
 pub mod table;
 mod upstream;
 mod watch;

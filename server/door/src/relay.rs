@@ -17,6 +17,7 @@ use std::time::Duration;
 use culvert_host::net::congestion::disable_bbr_on_loopback;
 use culvert_host::net::long_path::is_long;
 use culvert_host::net::silence::is_over;
+use culvert_host::net::socket::{ResetOnDrop, read_once};
 use culvert_stream::pump::idle;
 use culvert_stream::{CLOSE_STALL, CloseReason, HALF_OPEN_IDLE};
 use futures_util::FutureExt as _;
@@ -29,7 +30,6 @@ use tokio::task::{coop::consume_budget, yield_now};
 use tokio::time::{Instant, sleep_until, timeout};
 
 use self::pipe::Pipe;
-use super::socket::{ResetOnDrop, read_once};
 use super::watch::{Side, watch};
 
 /// Size of a thread's buffer. A direction with a read of this size counts as bulk.

@@ -296,22 +296,54 @@ async fn stream_reset_closes_only_its_client() {
         .await;
 }
 
-#[tokio::test]
-async fn client_reset_resets_its_stream() {
-    let mut node = Node::start().await;
+/// Connects a client over TCP.
+async fn tcp_client(node: &Node) -> TcpStream {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let client = TcpStream::connect(listener.local_addr().unwrap());
     let (client, accepted) = tokio::join!(client, listener.accept());
-    let (client, (near, peer)) = (client.unwrap(), accepted.unwrap());
-    let near = || Ok(near.into_split());
+    let (near, peer) = accepted.unwrap();
+    let near = || Ok(client_halves(near));
     node.tasks.spawn(node.handler.clone().serve(near, peer));
-    let (mut source, _sink) = node.accept().await;
+    client.unwrap()
+}
+
+/// Closes the connection of a client with a reset.
+fn reset(client: TcpStream) {
     let socket = socket2::SockRef::from(&client);
     socket.set_linger(Some(Duration::ZERO)).unwrap();
     drop(client);
+}
+
+#[tokio::test]
+async fn client_reset_resets_its_stream() {
+    let mut node = Node::start().await;
+    let client = tcp_client(&node).await;
+    let (mut source, _sink) = node.accept().await;
+    reset(client);
     assert_eq!(source.recv().await, Err(CloseReason::ClientLost));
     node.ended("culvert_connections_closed_total{reason=\"client_lost\"} 1")
         .await;
+}
+
+#[tokio::test]
+async fn reset_that_a_write_reports_resets_the_stream_after_its_bytes() {
+    let mut node = Node::start().await;
+    let client = tcp_client(&node).await;
+    let (mut source, mut sink) = node.accept().await;
+    // Until the windows and buffers are full: the reset waits behind bytes.
+    let filler = [7; 64 * 1024];
+    while let Ok(Ok(())) = timeout(Duration::from_millis(300), client.writable()).await {
+        let _ = client.try_write(&filler);
+    }
+    reset(client);
+    sink.send(chunk("answer")).await.unwrap();
+    let end = loop {
+        match source.recv().await {
+            Ok(Some(_)) => {}
+            end => break end,
+        }
+    };
+    assert_eq!(end, Err(CloseReason::ClientLost));
 }
 
 #[tokio::test(start_paused = true)]

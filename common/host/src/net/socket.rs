@@ -9,23 +9,25 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, ready};
 
 use bytes::BufMut;
-use culvert_host::net::listen::reset_on_close;
 use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::TcpStream;
 
+use super::listen::reset_on_close;
+
 /// Resets a connection when dropped, unless [`disarmed`](Self::disarm): after an ordinary close, the peer would take the
 /// bytes so far for all bytes. The value must be dropped before the socket.
 #[derive(Debug)]
-pub(crate) struct ResetOnDrop<'a>(Option<&'a TcpStream>);
+pub struct ResetOnDrop<'a>(Option<&'a TcpStream>);
 
 impl<'a> ResetOnDrop<'a> {
-    pub(crate) fn new(socket: &'a TcpStream) -> Self {
+    /// Resets the connection of `socket` on drop.
+    pub fn new(socket: &'a TcpStream) -> Self {
         Self(Some(socket))
     }
 
     /// Lets the connection close in the ordinary way.
-    pub(crate) fn disarm(&mut self) {
+    pub fn disarm(&mut self) {
         self.0 = None;
     }
 }
@@ -40,7 +42,7 @@ impl Drop for ResetOnDrop<'_> {
 
 /// Reads and writes a shared socket. Only one task may read, and only one may write.
 #[derive(Clone, Debug)]
-pub(crate) struct Socket<T> {
+pub struct Socket<T> {
     socket: T,
     /// Set if the peer sends no urgent data.
     is_framed: bool,
@@ -52,7 +54,7 @@ pub(crate) struct Socket<T> {
 impl<T> Socket<T> {
     /// Wraps a socket. With `is_framed`, the peer speaks TLS or HTTP/2, and reads need fewer system calls, see
     /// [`read_once`].
-    pub(crate) fn new(socket: T, is_framed: bool) -> Self {
+    pub fn new(socket: T, is_framed: bool) -> Self {
         Self {
             socket,
             is_framed,
@@ -146,7 +148,7 @@ impl<T: Deref<Target = TcpStream> + Unpin> AsyncWrite for Socket<T> {
 ///
 /// # Errors
 /// Returns the error of the system call.
-pub(crate) fn read_once(socket: &TcpStream, target: &mut impl BufMut) -> io::Result<usize> {
+pub fn read_once(socket: &TcpStream, target: &mut impl BufMut) -> io::Result<usize> {
     let room = target.chunk_mut().len();
     let mut read = Err(io::ErrorKind::WouldBlock.into());
     // The closure's result is only for tokio's readiness flag: `WouldBlock` clears the flag, any other result
