@@ -7,6 +7,7 @@ use socket2::{Domain, Socket, Type};
 use tokio::net::TcpListener;
 
 use crate::net::dial::join_host_port;
+use crate::net::listen::{TOO_MANY_FILES, is_out_of_files};
 
 /// Length of the kernel's queue of connections that wait to be accepted; the kernel limits the length to
 /// `net.core.somaxconn`. The queue is long because all agents, nodes and clients connect at the same time
@@ -30,21 +31,9 @@ pub struct BindError {
 ///
 /// Returns a [`BindError`] if the name has no address or the address cannot be bound.
 pub async fn bind(host: &str, port: u16, flag: &str) -> Result<TcpListener, BindError> {
-    let fail = |reason: io::Error| {
-        let why = match reason.kind() {
-            io::ErrorKind::AddrInUse => {
-                format!("the port is in use; stop the other process or change {flag}")
-            }
-            io::ErrorKind::PermissionDenied => format!(
-                "permission denied; choose a port from 1024 with {flag}, or grant CAP_NET_BIND_SERVICE"
-            ),
-            io::ErrorKind::AddrNotAvailable => format!(
-                "not an address of this machine ({reason}); correct the host given for {flag}"
-            ),
-            _ => format!("{reason}; check {flag}"),
-        };
-        let address = join_host_port(host, port);
-        BindError { address, why }
+    let fail = |reason: io::Error| BindError {
+        address: join_host_port(host, port),
+        why: why(&reason, flag),
     };
     if host.is_empty() {
         return bind_all(port).map_err(fail);
@@ -59,6 +48,23 @@ pub async fn bind(host: &str, port: u16, flag: &str) -> Result<TcpListener, Bind
         fail(io::Error::new(io::ErrorKind::AddrNotAvailable, text))
     })?;
     listen(address).map_err(fail)
+}
+
+/// Returns the reason why an address cannot be bound, and the remedy.
+fn why(reason: &io::Error, flag: &str) -> String {
+    match reason.kind() {
+        io::ErrorKind::AddrInUse => {
+            format!("the port is in use; stop the other process or change {flag}")
+        }
+        io::ErrorKind::PermissionDenied => format!(
+            "permission denied; choose a port from 1024 with {flag}, or grant CAP_NET_BIND_SERVICE"
+        ),
+        io::ErrorKind::AddrNotAvailable => {
+            format!("not an address of this machine ({reason}); correct the host given for {flag}")
+        }
+        _ if is_out_of_files(reason) => TOO_MANY_FILES.to_owned(),
+        _ => format!("{reason}; check {flag}"),
+    }
 }
 
 fn bind_all(port: u16) -> io::Result<TcpListener> {
@@ -83,4 +89,18 @@ fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     socket.bind(&address.into())?;
     socket.listen(BACKLOG)?;
     TcpListener::from_std(socket.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::io::Errno;
+
+    use super::*;
+
+    #[test]
+    fn lack_of_descriptors_is_no_mistake_in_a_flag() {
+        let why = |errno: Errno| why(&errno.into(), "--port");
+        assert_eq!(why(Errno::MFILE), TOO_MANY_FILES);
+        assert!(why(Errno::ADDRINUSE).contains("change --port"));
+    }
 }

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::Duration;
 
+use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 use socket2::{Domain, SockAddr, Socket, Type};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
@@ -191,8 +192,15 @@ impl Listener {
                 }
                 Ok(accepted) => handle(accepted),
                 Err(error) => {
-                    error!(listener = self.address(), %error, "cannot accept a connection");
-                    tokio::time::sleep(ACCEPT_PAUSE).await;
+                    let listener = self.address();
+                    match is_out_of_files(&error) {
+                        true => error!(listener, "cannot accept a connection: {TOO_MANY_FILES}"),
+                        false => error!(listener, %error, "cannot accept a connection"),
+                    }
+                    let pause = tokio::time::sleep(ACCEPT_PAUSE);
+                    if shutdown.run_until_cancelled(pause).await.is_none() {
+                        return;
+                    }
                 }
             }
         }
@@ -232,6 +240,11 @@ impl Accepted {
             Self::Unix(stream) => Self::Unix(UnixStream::from_std(stream.into_std()?)?),
         })
     }
+}
+
+/// Returns true if an operation failed because the process has too many open files.
+pub fn is_out_of_files(error: &io::Error) -> bool {
+    Errno::from_io_error(error) == Some(Errno::MFILE)
 }
 
 /// Returns the descriptors that connections may use: the process's limit without the reserve. The kernel assigns
@@ -373,6 +386,21 @@ mod tests {
         reset(read, write);
         let ended = far.unwrap().0.read(&mut [0; 1]).await.unwrap_err();
         assert_eq!(ended.kind(), io::ErrorKind::ConnectionReset);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn listener_closes_at_once_during_the_pause_after_an_error() {
+        let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+        socket.set_nonblocking(true).unwrap();
+        // Accepting fails, because the socket does not listen.
+        let socket = TcpListener::from_std(socket.into()).unwrap();
+        let listener = Listener::tcp(socket, &Keepalive::default());
+        let shutdown = CancellationToken::new();
+        let serve = tokio::spawn(listener.serve(shutdown.clone(), drop));
+        tokio::time::sleep(ACCEPT_PAUSE / 2).await;
+        shutdown.cancel();
+        let ended = tokio::time::timeout(ACCEPT_PAUSE / 4, serve);
+        ended.await.unwrap().unwrap();
     }
 
     #[tokio::test]
