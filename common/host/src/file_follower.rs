@@ -7,8 +7,11 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
+use tokio::time::Instant;
+
 /// Time after the last change during which a file is read even if its time stamp is unchanged: two changes
-/// within one tick of the file system's clock have the same time stamp.
+/// within one tick of the file system's clock have the same time stamp. For a time stamp in the future, the time since
+/// the stamp was first seen counts.
 const SETTLED: Duration = Duration::from_secs(2);
 
 /// Limits of a watched text file.
@@ -32,6 +35,8 @@ pub struct FileFollower {
     candidate: Option<Vec<Vec<u8>>>,
     /// States of the files at the last read.
     stamps: Option<Vec<Stamp>>,
+    /// Time of the check that found `stamps` first.
+    stamped: Instant,
     /// Reason why a file could not be read at the last check; `None` after a success.
     unreadable: Option<String>,
 }
@@ -125,6 +130,7 @@ impl FileFollower {
             contents: Vec::new(),
             candidate: None,
             stamps: None,
+            stamped: Instant::now(),
             unreadable: None,
         }
     }
@@ -169,8 +175,11 @@ impl FileFollower {
     pub fn check(&mut self) -> Outcome {
         let stamps: Option<Vec<_>> = self.paths.iter().map(|path| Stamp::of(path)).collect();
         let calm = self.unreadable.is_none() && self.candidate.is_none();
-        let is_settled = |stamps: &Vec<Stamp>| stamps.iter().all(Stamp::is_settled);
-        if calm && stamps == self.stamps && stamps.as_ref().is_some_and(is_settled) {
+        let seen = self.stamped.elapsed();
+        let is_settled = |stamps: &Vec<Stamp>| stamps.iter().all(|stamp| stamp.is_settled(seen));
+        if stamps != self.stamps {
+            self.stamped = Instant::now();
+        } else if calm && stamps.as_ref().is_some_and(is_settled) {
             return Outcome::Same;
         }
         self.stamps = stamps;
@@ -250,8 +259,9 @@ impl Stamp {
         })
     }
 
-    fn is_settled(&self) -> bool {
-        self.modified.elapsed().is_ok_and(|age| age > SETTLED)
+    /// Returns true if the next change of the file will change the stamp, which was first seen the time `seen` ago.
+    fn is_settled(&self, seen: Duration) -> bool {
+        self.modified.elapsed().unwrap_or(seen) > SETTLED
     }
 }
 
@@ -295,6 +305,30 @@ mod tests {
         std::fs::write(&path, [0xff]).unwrap();
         assert!(unreadable(follower.check()).0.contains("UTF-8"));
         assert_eq!(follower.text(), "b");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn file_from_the_future_is_not_read_again_once_its_stamp_is_old() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("mode");
+        let future = SystemTime::now() + Duration::from_secs(3600);
+        let write = |text: &str| {
+            std::fs::write(&path, text).unwrap();
+            let file = std::fs::File::options().write(true).open(&path).unwrap();
+            file.set_modified(future).unwrap();
+        };
+        write("a");
+        let mut follower = FileFollower::open(&path, LIMITS).unwrap();
+        assert_eq!(follower.check(), Outcome::Same);
+        write("b");
+        assert_eq!([(); 2].map(|()| follower.check())[1], Outcome::Changed);
+        tokio::time::sleep(SETTLED * 2).await;
+        // The same stamp: only a read would notice the change.
+        write("c");
+        assert_eq!([(); 2].map(|()| follower.check())[1], Outcome::Same);
+        assert_eq!(follower.text(), "b");
+        write("longer");
+        assert_eq!([(); 2].map(|()| follower.check())[1], Outcome::Changed);
     }
 
     #[test]

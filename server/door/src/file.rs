@@ -14,6 +14,7 @@
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
+use std::panic::resume_unwind;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -26,6 +27,7 @@ use culvert_host::net::proxy_protocol::UnknownVersion;
 use serde::{Deserialize, Deserializer};
 use serde_saphyr::Spanned;
 use tokio::sync::watch;
+use tokio::task::spawn_blocking;
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info};
@@ -128,10 +130,21 @@ impl Follower {
         })
     }
 
-    /// Follows the file until `stop`; sends to `changes` after each applied change.
+    /// Follows the file until `stop`; sends to `changes` after each applied change. The looks run on a thread of their
+    /// own: a file system over the network may take any time, and a large file takes some.
     pub(crate) async fn run(mut self, changes: watch::Sender<u64>, stop: CancellationToken) {
         while stop.run_until_cancelled(sleep(POLL)).await.is_some() {
-            if self.look() {
+            let looking = spawn_blocking(move || {
+                let has_changed = self.look();
+                (self, has_changed)
+            });
+            let has_changed;
+            (self, has_changed) = match stop.run_until_cancelled(looking).await {
+                Some(Ok(looked)) => looked,
+                Some(Err(error)) if error.is_panic() => resume_unwind(error.into_panic()),
+                _ => return,
+            };
+            if has_changed {
                 changes.send_modify(|count| *count += 1);
             }
         }

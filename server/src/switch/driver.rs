@@ -1,12 +1,14 @@
 //! The driver of a server's switch: processes requests and changes of the mode file, checks the tunnels
 //! while a switch is in progress, sets routes, saves the state, and logs.
 
+use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::time::Duration;
 
 use culvert_host::file_follower::{FileFollower, Outcome};
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};
+use tokio::task::spawn_blocking;
 use tokio::time::{Instant, interval, sleep_until};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
@@ -229,7 +231,12 @@ impl Driver {
             let look_again = self.look_again();
             tokio::select! {
                 Some(command) = self.requests.recv() => self.take(command).await,
-                _ = poll.tick(), if self.mode_file.is_some() => self.check_mode_file(),
+                _ = poll.tick(), if self.mode_file.is_some() => {
+                    let checked = shutdown.run_until_cancelled(self.check_mode_file()).await;
+                    if checked.is_none() {
+                        return;
+                    }
+                }
                 () = sleep_until(look_again.unwrap_or_else(Instant::now)), if look_again.is_some() => {}
                 () = shutdown.cancelled() => return,
             }
@@ -269,12 +276,24 @@ impl Driver {
         outcome
     }
 
-    /// Checks the mode file. An invalid file does not change the mode.
-    fn check_mode_file(&mut self) {
-        let Some(follower) = &mut self.mode_file else {
+    /// Checks the mode file. An invalid file does not change the mode. The file is read on a thread of its own: a file
+    /// system over the network may take any time.
+    async fn check_mode_file(&mut self) {
+        let Some(mut follower) = self.mode_file.take() else {
             return;
         };
-        let problem = match follower.check() {
+        let checking = spawn_blocking(move || (follower.check(), follower));
+        let (outcome, follower) = match checking.await {
+            Ok(checked) => checked,
+            Err(error) if error.is_panic() => resume_unwind(error.into_panic()),
+            Err(_) => return,
+        };
+        self.take_mode_file(outcome, &follower);
+        self.mode_file = Some(follower);
+    }
+
+    fn take_mode_file(&mut self, outcome: Outcome, follower: &FileFollower) {
+        let problem = match outcome {
             Outcome::Same => {
                 self.shown.lock().unreadable = None;
                 return;

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::time::SystemTime;
 
 use culvert_host::net::proxy_protocol::Version;
+use rustix::fs::{CWD, Mode, OFlags, mkfifoat};
 
 use super::*;
 
@@ -241,6 +242,33 @@ fn source_state_shows_a_bad_file_until_a_good_one_applies() {
     assert_eq!(state(), SourceState::Unreadable);
     write(GOOD);
     assert_eq!(state(), SourceState::Good);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn file_that_cannot_be_read_at_once_stops_no_other_task() {
+    let dir = tempfile::tempdir().unwrap();
+    let [path, pipe] = ["door.yaml", "pipe"].map(|name| dir.path().join(name));
+    std::fs::write(&path, GOOD).unwrap();
+    let (table, metrics) = (Arc::new(Table::new(10)), ProxyMetrics::new().unwrap());
+    let follower = Follower::open(&path, table, metrics).unwrap();
+    mkfifoat(CWD, &pipe, Mode::from_raw_mode(0o600)).unwrap();
+    std::fs::rename(&pipe, &path).unwrap();
+    let stop = CancellationToken::new();
+    let run = tokio::spawn(follower.run(watch::Sender::new(0), stop.clone()));
+    // Opens once the follower has begun to read, and makes it wait for an end of the file.
+    let writer = loop {
+        match rustix::fs::open(&path, OFlags::WRONLY | OFlags::NONBLOCK, Mode::empty()) {
+            Ok(writer) => break writer,
+            Err(_) => std::thread::yield_now(),
+        }
+    };
+    let (sender, receiver) = std::sync::mpsc::channel();
+    tokio::spawn(async move { sender.send(()) });
+    let others = receiver.recv_timeout(Duration::from_secs(10));
+    stop.cancel();
+    drop(writer);
+    run.await.unwrap();
+    assert_eq!(others, Ok(()));
 }
 
 #[test]
