@@ -225,7 +225,7 @@ impl NativeSink {
     /// Ends the connection and reports `reason` to the peer. Bytes sent earlier still reach the peer, unless no
     /// chunk can be written for two minutes; the peer then sees [`CloseReason::Stalled`]. HTTP/2 discards
     /// the unwritten chunks of a reset stream, so a task on `tasks` first waits for the writes, and then for the
-    /// [pace](super::resets) of resets.
+    /// pace of resets.
     pub fn end(self, reason: CloseReason, tasks: &TaskTracker) {
         self.end_holding((), reason, tasks);
     }
