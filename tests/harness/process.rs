@@ -175,16 +175,13 @@ impl Program {
         }
     }
 
-    /// Returns true if all threads are stopped.
+    /// Returns true if all threads are stopped, or ended.
     fn is_stopped(&self) -> bool {
         let is_stopped = |thread: std::io::Result<fs::DirEntry>| {
             let stat = fs::read_to_string(thread.expect("a thread").path().join("stat"));
             // The state follows the name, which may contain any character (proc_pid_stat(5)).
-            stat.is_ok_and(|stat| {
-                stat.rsplit(')')
-                    .next()
-                    .is_some_and(|it| it.starts_with(" T"))
-            })
+            let state = |stat: String| stat.rsplit(") ").next()?.chars().next();
+            stat.is_ok_and(|stat| matches!(state(stat), Some('T' | 'Z')))
         };
         let threads = fs::read_dir(format!("/proc/{}/task", self.pid()));
         threads.expect("the threads").all(is_stopped)
