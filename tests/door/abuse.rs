@@ -400,6 +400,7 @@ async fn flood_of_stream_errors_closes_the_connection() {
     let mut stage = Stage::new(&[]).await;
     let seen = answered_flood(stage.at(), &[], &self_dependent_streams()).await;
     is_closed_for(CALM, seen, "stream errors");
+    assert_eq!(stage.door.refused("tunneling", "flood").await, 1.0);
     stage.is_well(FLOOD_BYTES).await;
 }
 

@@ -18,6 +18,7 @@ mod discovery;
 mod interface;
 mod judge;
 mod long_path;
+mod memory;
 mod node;
 mod node_ports;
 mod origins;

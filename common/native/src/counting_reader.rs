@@ -15,6 +15,7 @@ use bytes::{Buf as _, BytesMut};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, ReadBuf};
 
 use super::FRAME_BYTES;
+use super::requests::RequestScanner;
 use super::window::Inbound;
 
 /// Largest number of bytes to write behind `h2`: one frame for each control frame that may wait at once. A peer like `h2` has
@@ -102,6 +103,10 @@ pub(crate) struct CountingReader<S> {
     /// True if the last read waits, for bytes or for the quota, and no write has waited since. `h2` then reads on.
     is_reading: bool,
     quota: Option<ReadQuota>,
+    /// Finds the peer's requests if their number is limited.
+    scanner: RequestScanner,
+    /// Bytes that wait because of an undecided request.
+    stopped: BytesMut,
 }
 
 impl<S> CountingReader<S> {
@@ -114,6 +119,8 @@ impl<S> CountingReader<S> {
             limit: 0,
             is_reading: false,
             quota: None,
+            scanner: RequestScanner::new(),
+            stopped: BytesMut::new(),
         }
     }
 
@@ -162,6 +169,55 @@ impl<S: AsyncWrite + Unpin> CountingReader<S> {
     }
 }
 
+impl<S: AsyncRead + Unpin> CountingReader<S> {
+    /// Reads at most `room` bytes, up to a request that has to wait.
+    fn poll_unstopped(
+        &mut self,
+        cx: &mut Context<'_>,
+        target: &mut ReadBuf<'_>,
+        room: usize,
+    ) -> Poll<io::Result<()>> {
+        let Self {
+            inner,
+            inbound,
+            scanner,
+            stopped,
+            ..
+        } = self;
+        let before = target.filled().len();
+        if stopped.is_empty() {
+            // Reads into the memory of `target`, without clearing the memory first.
+            let mut inner = inner.take(room as u64);
+            ready!(Pin::new(&mut inner).poll_read(cx, target))?;
+        } else {
+            if let Some(undecided) = &inbound.undecided {
+                ready!(undecided.poll_room(cx));
+            }
+            let count = stopped.len().min(room).min(target.remaining());
+            target.put_slice(&stopped.split_to(count));
+        }
+        let Some(undecided) = &inbound.undecided else {
+            return Poll::Ready(Ok(()));
+        };
+        let read = target.filled().get(before..).unwrap_or_default();
+        let passing = scanner.passing(read, undecided);
+        if passing == read.len() {
+            return Poll::Ready(Ok(()));
+        }
+        let waiting = BytesMut::from(read.get(passing..).unwrap_or_default());
+        let behind = std::mem::replace(stopped, waiting);
+        stopped.extend_from_slice(&behind);
+        target.set_filled(before + passing);
+        if passing > 0 {
+            return Poll::Ready(Ok(()));
+        }
+        if undecided.poll_room(cx).is_ready() {
+            cx.waker().wake_by_ref();
+        }
+        Poll::Pending
+    }
+}
+
 impl<S: AsyncRead + Unpin> AsyncRead for CountingReader<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
@@ -175,9 +231,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for CountingReader<S> {
             return Poll::Pending;
         }
         let before = target.filled().len();
-        // Reads into the memory of `target`, without clearing the memory first.
-        let mut inner = (&mut self.inner).take(room as u64);
-        let read = Pin::new(&mut inner).poll_read(cx, target);
+        let read = self.poll_unstopped(cx, target, room);
         let bytes = target.filled().len() - before;
         self.count(bytes);
         self.is_reading = read.is_pending();

@@ -251,6 +251,11 @@ impl NativeSink {
         });
     }
 
+    /// Waits until all bytes and the end are written, or the stream or the connection has ended.
+    pub async fn written(&self) {
+        self.queued.all_written().await;
+    }
+
     /// Resets the stream unless it is closed already. Returns false if other resets have to become older first.
     fn reset_in_turn(&self, reason: CloseReason) -> bool {
         let is_received = self.queued.is_received.load(Ordering::Relaxed);

@@ -25,6 +25,7 @@ pub mod halves;
 pub mod hello;
 pub mod link;
 pub mod quic;
+pub mod requests;
 mod resets;
 pub mod resume;
 pub mod window;

@@ -70,6 +70,8 @@ pub struct Taker<S, B: Buf = Chunk> {
     connection: server::Connection<CountingReader<S>, B>,
     tuner: Tuner,
     quota: Option<ReadQuota>,
+    /// True once the connection is ended because of the peer's requests.
+    is_refused: bool,
 }
 
 /// Limits on the resources used by the peer of a [`Taker`].
@@ -258,6 +260,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Taker<S> {
             connection,
             tuner,
             quota,
+            is_refused: false,
         })
     }
 }
@@ -272,8 +275,15 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Taker<S, B> {
     /// Ends the connection and all streams at once, with ENHANCE_YOUR_CALM: the peer makes too many requests.
     /// Call [`next`](Self::next) until the end, to send the error.
     pub fn refuse(&mut self) {
+        self.is_refused = true;
         let calm = h2::Reason::ENHANCE_YOUR_CALM;
         self.connection.abrupt_shutdown(calm);
+    }
+
+    /// Returns true if the connection was ended with ENHANCE_YOUR_CALM, by [`refuse`](Self::refuse) or because `h2` refuses
+    /// all undecided requests.
+    pub fn is_refused(&self) -> bool {
+        self.is_refused
     }
 
     /// Returns the next stream, or `None` once the connection has ended cleanly. Drives the connection
@@ -286,6 +296,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Taker<S, B> {
             connection,
             tuner,
             quota,
+            is_refused,
         } = self;
         poll_fn(|cx| {
             loop {
@@ -295,7 +306,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Taker<S, B> {
                     }
                     return Poll::Ready(next.transpose().map_err(|error| error.to_string()));
                 }
-                // All streams so far are accepted. Tasks that wait for these bytes run next.
+                // All streams so far are accepted.
+                if tuner.is_stuck() && !std::mem::replace(is_refused, true) {
+                    connection.abrupt_shutdown(h2::Reason::ENHANCE_YOUR_CALM);
+                    continue;
+                }
+                // Tasks that wait for these bytes run next.
                 if quota
                     .as_ref()
                     .is_some_and(|quota| quota.is_used_up() && quota.renew(tuner.is_admitted()))

@@ -32,6 +32,7 @@ use tokio::sync::futures::Notified;
 use tokio::time::{Instant, Sleep, sleep};
 
 use super::buffers::Buffers;
+use super::requests::{Undecided, UndecidedRequest};
 use super::resets::Resets;
 use super::{LONG_PATH_FRAME_BYTES, SEND_BYTES};
 
@@ -117,6 +118,8 @@ pub struct Inbound {
     pub(crate) buffers: Arc<Buffers>,
     /// Pace of the resets of the connection's streams.
     pub(crate) resets: Resets,
+    /// Requests of the peer that our end has not decided; `None` without a limit.
+    pub(crate) undecided: Option<Arc<Undecided>>,
 }
 
 /// Error for a peer that sent nothing for too long after a ping.
@@ -214,6 +217,34 @@ impl Inbound {
             tuner: AtomicWaker::new(),
             buffers: Arc::default(),
             resets: Resets::default(),
+            undecided: None,
+        }
+    }
+
+    /// Stops reading before a request while `count` requests are undecided. The owner of the
+    /// [`Taker`](super::link::Taker) has to call [`undecided_request`](Self::undecided_request) for each stream.
+    #[must_use]
+    pub fn limiting_undecided(self, count: usize) -> Self {
+        Self {
+            undecided: Some(Arc::new(Undecided::new(count))),
+            ..self
+        }
+    }
+
+    /// Returns the guard of a request that the peer has sent.
+    pub fn undecided_request(&self) -> UndecidedRequest {
+        UndecidedRequest::received(self.undecided.clone())
+    }
+
+    /// Makes a decided request undecided again: its answer waits for the peer.
+    pub fn undecided_again(&self) -> UndecidedRequest {
+        UndecidedRequest::again(self.undecided.clone())
+    }
+
+    /// Lifts the limit of undecided requests: `h2` ignores the requests after its GOAWAY.
+    pub fn lift_undecided(&self) {
+        if let Some(undecided) = &self.undecided {
+            undecided.lift();
         }
     }
 
@@ -367,6 +398,12 @@ impl Tuner {
     /// Returns the number of bytes received on the connection, of any kind.
     pub(crate) fn heard(&self) -> u64 {
         self.inbound.heard()
+    }
+
+    /// Returns true if the connection reads no further because `h2` has refused too many requests.
+    pub(crate) fn is_stuck(&self) -> bool {
+        let undecided = self.inbound.undecided.as_ref();
+        undecided.is_some_and(|undecided| undecided.is_stuck())
     }
 
     /// Returns true if the peer is authenticated, or needs no authentication in HTTP/2.

@@ -44,7 +44,7 @@ use self::denial::Denial;
 use super::front::{FIRST_BYTES_TIMEOUT, Front, refusal_of};
 use super::metrics::{Entrance, Refusal, Tally};
 use super::relay::write_all;
-use super::upstream::{ConnectError as ConnectFailure, Connected};
+use super::upstream::{ConnectError as ConnectFailure, Connected, Upstream};
 use super::watch::watch;
 
 /// Largest head of an HTTP/1.1 request, in bytes; Envoy's limit is 60 KiB.
@@ -64,7 +64,8 @@ const PREFACE_BYTES: usize = 24;
 const WHOLE_HEAD_BYTES: usize = 4096;
 
 /// Memory for an HTTP/2 connection, in bytes: 32 KiB for the used pages of the buffers, the state of HTTP/2, the task and the
-/// socket, and the largest frame, which waits in memory until it is complete.
+/// socket, and the largest frame, which waits in memory until it is complete. Streams that are undecided, remembered after
+/// a reset, or wrong may add about 300 KiB; only hostile clients have as many at once.
 const SESSION_BYTES: u64 = 32 * 1024 + http2::FRAME_BYTES as u64;
 
 /// HTTP/2 connections that an address may have for each free place. All nodes of a cluster may have one address.
@@ -330,6 +331,12 @@ impl ConnectListener {
 
     /// Connects to an endpoint for a request.
     async fn connect(&self, authority: &str, peer: Origin) -> Result<Connected, Denial> {
+        let upstream = self.find(authority, peer)?;
+        self.dial(upstream, authority, peer).await
+    }
+
+    /// Returns the upstream for a request.
+    fn find(&self, authority: &str, peer: Origin) -> Result<Arc<Upstream>, Denial> {
         let front = &self.front;
         front.metrics.http_requests.increment(1);
         let Some(upstream) = front.table.by_authority(authority) else {
@@ -345,6 +352,16 @@ impl ConnectListener {
             self.refuse(Refusal::Address, peer, &why);
             return Err(Denial::Address);
         }
+        Ok(upstream)
+    }
+
+    async fn dial(
+        &self,
+        upstream: Arc<Upstream>,
+        authority: &str,
+        peer: Origin,
+    ) -> Result<Connected, Denial> {
+        let front = &self.front;
         let first = upstream.first_bytes(&peer, Vec::new());
         let unavailable = |error: ConnectFailure| {
             self.refuse(refusal_of(error), peer, &format!("{authority}: {error}"));

@@ -670,6 +670,44 @@ async fn complete_streams_are_not_reset() {
     assert!((0..FEW).all(|_| link.agent.resets.take()));
 }
 
+#[tokio::test(start_paused = true)]
+async fn requests_wait_while_too_many_are_undecided() {
+    let (near, far) = tokio::io::duplex(64 * 1024);
+    let agent = Inbound::default().limiting_undecided(2);
+    let mut link = Link::limited(near, far, agent, TakerLimits::trusting()).await;
+    let mut open = vec![link.open().await, link.open().await];
+    let guards = [(); 2].map(|()| link.agent.undecided_request());
+    let second = Duration::from_secs(1);
+    assert!(timeout(second, link.open()).await.is_err());
+    drop(guards);
+    // The request that has waited is the first undecided one now.
+    open.push(timeout(second, link.open()).await.unwrap());
+    let _guard = link.agent.undecided_request();
+    assert!(timeout(second, link.open()).await.is_err());
+    link.agent.lift_undecided();
+    link.works().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn connection_ends_once_no_undecided_request_can_be_decided() {
+    let (near, far) = tokio::io::duplex(64 * 1024);
+    let agent = Inbound::default().limiting_undecided(2);
+    let mut link = Link::limited(near, far, agent, TakerLimits::trusting()).await;
+    let _open = [link.open().await, link.open().await];
+    let guard = link.agent.undecided_request();
+    let second = Duration::from_secs(1);
+    assert!(timeout(second, link.open()).await.is_err());
+    // A new answer waits in the meantime.
+    let again = link.agent.undecided_again();
+    drop(guard);
+    assert!(timeout(second, link.open()).await.is_err());
+    let [server, _] = link.drivers;
+    assert!(!server.is_finished());
+    drop(again);
+    let ended = timeout(second, server).await.unwrap().unwrap();
+    assert!(ended.is_err(), "{ended:?}");
+}
+
 /// Sink that accepts the first chunk and is then busy forever.
 struct Stuck;
 

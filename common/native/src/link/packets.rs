@@ -126,6 +126,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Taker<S, B> {
             connection,
             tuner,
             quota,
+            is_refused: false,
         })
     }
 }

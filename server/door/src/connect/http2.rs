@@ -9,10 +9,11 @@ use culvert_host::net::admission::Candidate;
 use culvert_host::net::proxy_protocol::Origin;
 use culvert_native::halves::halves;
 use culvert_native::link::{Incoming, Taker, TakerLimits};
+use culvert_native::requests::UndecidedRequest;
 use culvert_native::window::{Inbound, Pings, TAKER_HELD_BYTES, WindowProfile};
-use culvert_stream::CloseReason;
 use culvert_stream::allowance::Allowance;
 use culvert_stream::io::LINGER;
+use culvert_stream::{CloseReason, Sink as _};
 use http::{HeaderMap, HeaderValue, Method, Response, StatusCode};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::task::coop::consume_budget;
@@ -43,14 +44,22 @@ const SEND_BYTES: usize = 64 * 1024;
 /// client does not read. Well-behaved clients cause such an error only by a frame that arrives after [`RESET_TIME`].
 const ERROR_RESETS: usize = 64;
 
+/// Part of `h2`'s error if a client has caused more than [`ERROR_RESETS`] errors.
+const TOO_MANY_ERRORS: &str = "too_many_internal_resets";
+
 /// Number of streams that the front door resets at once, although their clients may still send. More resets wait until
 /// earlier ones are [`RESET_TIME`] old; their streams stay open meanwhile.
 const PACED_RESETS: usize = 128;
 
-/// Number of reset streams to remember. Each occupies 0.4 KiB.
-const RESET_STREAMS: usize = 2 * PACED_RESETS;
+/// Number of reset streams to remember. Each occupies 0.4 KiB. Denied requests whose clients have not ended them count as
+/// reset streams, too.
+const RESET_STREAMS: usize = 4 * PACED_RESETS;
 
-/// Number of streams that a client may reset before they are accepted. [`READ_QUOTA`] has room for fewer requests.
+/// Number of undecided requests of a connection: new ones, denied ones whose answer is not written yet, and all that `h2`
+/// refuses. More requests are not read. A request that causes a dial is decided.
+const UNDECIDED: usize = 16;
+
+/// Number of streams that a client may reset before they are accepted. [`UNDECIDED`] permits fewer.
 const UNACCEPTED_RESETS: usize = 4096;
 
 /// Time for which a reset stream is remembered. Frames that a client sent before it learned of the reset arrive within
@@ -117,7 +126,8 @@ impl ConnectListener {
             return self.refuse_session(peer);
         };
         let inbound = Inbound::new(WindowProfile::Fixed(WINDOW_BYTES));
-        let inbound = Arc::new(inbound.pacing_resets(PACED_RESETS, RESET_TIME));
+        let inbound = inbound.pacing_resets(PACED_RESETS, RESET_TIME);
+        let inbound = Arc::new(inbound.limiting_undecided(UNDECIDED));
         let limits = TakerLimits {
             held_bytes: TAKER_HELD_BYTES,
             streams: MAX_STREAMS,
@@ -153,6 +163,7 @@ impl ConnectListener {
                 next = taker.next() => next,
                 () = closing.cancelled(), if !is_draining => {
                     is_draining = true;
+                    shared.inbound.lift_undecided();
                     taker.drain();
                     continue;
                 }
@@ -170,6 +181,7 @@ impl ConnectListener {
                 Ok(Some(mut incoming)) => {
                     // The fields may be large, and the stream's task starts later.
                     *incoming.0.headers_mut() = HeaderMap::new();
+                    let undecided = shared.inbound.undecided_request();
                     was_alone = false;
                     shared.opened.fetch_add(1, Ordering::Relaxed);
                     if shared.is_flood() {
@@ -183,7 +195,7 @@ impl ConnectListener {
                     let (listener, shared) = (self.clone(), shared.clone());
                     self.front.tasks.spawn(async move {
                         tokio::select! {
-                            () = listener.stream(incoming, &shared) => {}
+                            () = listener.stream(incoming, undecided, &shared) => {}
                             () = listener.front.cut.cancelled() => {}
                         }
                     });
@@ -191,7 +203,15 @@ impl ConnectListener {
                     // before many more streams are accepted.
                     consume_budget().await;
                 }
-                Ok(None) => return,
+                Ok(None) => {
+                    if taker.is_refused() {
+                        self.refuse(Refusal::Flood, peer, "HTTP/2 refuses its requests");
+                    }
+                    return;
+                }
+                Err(error) if error.contains(TOO_MANY_ERRORS) => {
+                    return self.refuse(Refusal::Flood, peer, &error);
+                }
                 Err(error) => {
                     debug!(%peer, error, "an HTTP/2 connection failed");
                     return;
@@ -208,7 +228,12 @@ impl ConnectListener {
     }
 
     /// Serves a stream of an HTTP/2 connection.
-    async fn stream(&self, (request, mut respond): Incoming, shared: &Shared) {
+    async fn stream(
+        &self,
+        (request, mut respond): Incoming,
+        undecided: UndecidedRequest,
+        shared: &Shared,
+    ) {
         let metrics = &self.front.metrics;
         let peer = shared.peer;
         // The rest of the head is dropped: the head may be large, and endpoints may be slow to accept.
@@ -217,10 +242,15 @@ impl ConnectListener {
             let authority = head.uri.authority().map(ToString::to_string);
             (head.method, authority, body)
         };
+        let mut undecided = Some(undecided);
         let since = Instant::now();
         let connected = async {
             match (method, authority.as_deref()) {
-                (Method::CONNECT, Some(authority)) => self.connect(authority, peer).await,
+                (Method::CONNECT, Some(authority)) => {
+                    let upstream = self.find(authority, peer)?;
+                    undecided = None;
+                    self.dial(upstream, authority, peer).await
+                }
                 _ => {
                     metrics.http_requests.increment(1);
                     self.refuse(Refusal::Garbage, peer, "not a CONNECT request");
@@ -247,8 +277,19 @@ impl ConnectListener {
                     let value = HeaderValue::from_static("true");
                     response.headers_mut().insert(OVERLOADED_HEADER, value);
                 }
+                let inbound = &shared.inbound;
+                let undecided = undecided.unwrap_or_else(|| inbound.undecided_again());
                 // Fails if the client is gone.
-                let _ = respond.send_response(response, true);
+                if let Ok(send) = respond.send_response(response, false) {
+                    let lost = CloseReason::ClientLost;
+                    let (_, mut sink) = halves(send, body, inbound.clone(), lost);
+                    let _ = sink.finish().await;
+                    // A task of its own needs less memory than this one.
+                    self.front.tasks.spawn(async move {
+                        sink.written().await;
+                        drop((sink, undecided));
+                    });
+                }
                 return;
             }
         };

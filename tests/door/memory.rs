@@ -1,0 +1,112 @@
+//! The memory that a stranger's HTTP/2 connections occupy, without any tunnel.
+
+use std::time::Duration;
+
+use tokio::io::AsyncWriteExt;
+use tokio::net::tcp::OwnedWriteHalf;
+use tokio::time::timeout;
+
+use crate::frames::{
+    self, END_HEADERS, END_STREAM, Frames, HEADERS, PRIORITY, RST_STREAM, connect_fields, frame,
+};
+use crate::support::{Door, Http2, Upstream};
+
+/// Number of connections, and the most memory of each, in bytes.
+const CONNECTIONS: u64 = 100;
+const MOST_BYTES: u64 = 512 << 10;
+
+/// Number of requests on each connection: the limit of HTTP/2 streams.
+const REQUESTS: u32 = 1024;
+
+/// Number of requests that HTTP/2 refuses by itself on a connection that goes on.
+const UNDECIDED: u32 = 15;
+
+const UNKNOWN: &str = "other.demo.svc.cluster.local:443";
+
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    /// Depends on itself, which is an error (RFC 7540, section 5.3.1).
+    Wrong,
+    /// Has a header list that is too large.
+    Large,
+    /// Is denied while the client may still send.
+    Open,
+    /// Is denied after its end.
+    Ended,
+}
+
+impl Kind {
+    /// Encodes the requests of one connection.
+    fn requests(self) -> Vec<u8> {
+        let fields = connect_fields(UNKNOWN);
+        let one = |id: u32| match self {
+            Self::Wrong => {
+                let dependency = [&id.to_be_bytes()[..], &[15]].concat();
+                frame(HEADERS, END_HEADERS | PRIORITY, id, &dependency)
+            }
+            Self::Large => {
+                let definition: &[u8] = if id == 1 { &[0x40, 1, b'x', 0] } else { &[] };
+                let block = [&fields[..], definition, &[0x80 | 62; 300]].concat();
+                frame(HEADERS, END_HEADERS, id, &block)
+            }
+            Self::Open => frame(HEADERS, END_HEADERS, id, &fields),
+            Self::Ended => frame(HEADERS, END_HEADERS | END_STREAM, id, &fields),
+        };
+        (0..REQUESTS).flat_map(|index| one(2 * index + 1)).collect()
+    }
+
+    /// Reads until the front door has answered what it reads of the requests.
+    async fn read(self, frames: &mut Frames) {
+        let (kind, count) = match self {
+            Self::Wrong | Self::Large => (RST_STREAM, UNDECIDED),
+            Self::Open => (RST_STREAM, REQUESTS),
+            Self::Ended => (HEADERS, REQUESTS),
+        };
+        for _ in 0..count {
+            let next = frames.next_of(kind).await;
+            assert!(next.is_some(), "{self:?}");
+        }
+    }
+}
+
+/// Sends requests, as many as the front door takes.
+async fn send(write: &mut OwnedWriteHalf, kind: Kind) {
+    let requests = kind.requests();
+    let sent = write.write_all(&requests);
+    // More wait if the front door reads no further.
+    if let Ok(sent) = timeout(Duration::from_millis(200), sent).await {
+        sent.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn requests_without_a_tunnel_occupy_little_memory() {
+    for is_read in [true, false] {
+        for kind in [Kind::Wrong, Kind::Large, Kind::Open, Kind::Ended] {
+            let nowhere = "127.0.0.1:1".parse().unwrap();
+            let door = Door::start(&[Upstream::new("demo/x", nowhere).authority("x:1")]).await;
+            let before = door.program.rss();
+            let mut strangers = Vec::new();
+            for _ in 0..CONNECTIONS {
+                let (mut frames, mut write) = match is_read {
+                    true => frames::connect(door.tunneling, &[]).await,
+                    false => frames::connect_unread(door.tunneling).await,
+                };
+                let read = async {
+                    if is_read {
+                        kind.read(&mut frames).await;
+                    }
+                };
+                tokio::join!(send(&mut write, kind), read);
+                strangers.push((frames, write));
+            }
+            // Other clients are served.
+            let client = Http2::connect(door.tunneling).await;
+            let denied = client.open(UNKNOWN, b"").await.err();
+            assert_eq!(denied, Some(http::StatusCode::NOT_FOUND));
+            let more = door.program.peak_rss().saturating_sub(before) / CONNECTIONS;
+            let text = format!("{kind:?}, read: {is_read}: {} KiB", more >> 10);
+            assert!(more < MOST_BYTES, "{text}");
+        }
+    }
+}
