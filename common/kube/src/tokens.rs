@@ -8,6 +8,9 @@
 //! review, even if all of them reconnect at once or look for further servers every second. Agents share the
 //! outcome of a pending review, good or bad. After a refusal, or without an answer, the next agent with the
 //! token causes a new review.
+//!
+//! A review that the API has received goes on without the agents that wait for it. While many agents connect and the API is
+//! slow, newer agents displace the waiting ones, which try again later: without the answers, none would ever be accepted.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -31,6 +34,10 @@ use crate::turns::{Turn, Turns};
 /// Time for which an accepted token is accepted without another review. A token revoked within this time still
 /// opens streams; open streams stay open in any case, as in upstream.
 pub const REMEMBER: Duration = Duration::from_secs(10);
+
+/// The same for a token whose agents have left before the answer: longer than the pause of agents between two attempts, 11 s
+/// at most by default (`--sync-interval-cap`).
+const REMEMBER_UNSEEN: Duration = Duration::from_secs(30);
 
 /// Longest time for one review, counted from the start of its turn.
 const REVIEW_TIMEOUT: Duration = Duration::from_secs(10);
@@ -105,10 +112,12 @@ type Outcome = BoxFuture<'static, Result<Account, String>>;
 
 /// State of one token.
 enum Known {
-    /// A review is in progress as long as a caller waits for the outcome. Every waiting caller drives the
+    /// A review waits for its turn as long as a caller waits for the outcome. Every waiting caller drives the
     /// review, so the review continues when the first caller leaves.
-    Asked(WeakShared<Outcome>),
-    /// The token was accepted at this time.
+    Waiting(WeakShared<Outcome>),
+    /// The API is asked, by a task of its own.
+    Asked(Shared<Outcome>),
+    /// The token is accepted until this time.
     Accepted(Instant, Account),
 }
 
@@ -156,10 +165,12 @@ impl Tokens {
         let digest = digest(token);
         let mut known = self.known.lock();
         match known.get(&digest) {
-            Some(Known::Accepted(at, account)) if at.elapsed() < REMEMBER => {
+            Some(Known::Accepted(until, account)) if Instant::now() < *until => {
                 return Ok(account.clone());
             }
-            Some(Known::Asked(review)) => {
+            // A finished review is still here only if its task has failed.
+            Some(Known::Asked(review)) if review.peek().is_none() => return Err(review.clone()),
+            Some(Known::Waiting(review)) => {
                 if let Some(review) = review.upgrade() {
                     return Err(review);
                 }
@@ -168,33 +179,74 @@ impl Tokens {
         }
         let (tokens, token) = (self.clone(), token.to_owned());
         let review = async move {
-            let outcome = tokens.review(&token, from).await;
-            // From here on, no further caller can join this review.
-            let mut known = tokens.known.lock();
-            match (&outcome, known.get_mut(&digest)) {
-                (Ok(account), Some(known)) => {
-                    *known = Known::Accepted(Instant::now(), account.clone());
+            match timeout(TURN_TIMEOUT, tokens.turn(from)).await {
+                Ok(turn) => tokens.ask(digest, token, turn).await,
+                Err(_) => {
+                    tokens.known.lock().remove(&digest);
+                    Err(failed(format!(
+                        "no turn for a TokenReview within {TURN_TIMEOUT:?}"
+                    )))
                 }
-                _ => drop(known.remove(&digest)),
             }
-            outcome
         };
         let review = review.boxed().shared();
         if known.len() >= MAX_REMEMBERED {
             known.retain(|_, token| match token {
-                Known::Asked(review) => review.upgrade().is_some(),
-                Known::Accepted(at, _) => at.elapsed() < REMEMBER,
+                Known::Waiting(review) => review.upgrade().is_some(),
+                Known::Asked(_) => true,
+                Known::Accepted(until, _) => Instant::now() < *until,
             });
         }
         if known.len() < MAX_REMEMBERED
             && let Some(review) = review.downgrade()
         {
-            known.insert(digest, Known::Asked(review));
+            known.insert(digest, Known::Waiting(review));
         }
         Err(review)
     }
 
-    async fn review(&self, token: &str, from: IpAddr) -> Result<Account, String> {
+    /// Starts the review of a token.
+    fn ask(self: &Arc<Self>, digest: [u8; 32], token: String, turn: Turn) -> Shared<Outcome> {
+        // The task cannot end before its entry is here.
+        let mut known = self.known.lock();
+        let tokens = self.clone();
+        let task = tokio::spawn(async move {
+            let outcome = tokens.review(&token).await;
+            tokens.answered(&digest, &outcome);
+            drop(turn);
+            outcome
+        });
+        let outcome = async move {
+            let ended = task.await;
+            ended.unwrap_or_else(|error| Err(failed(error.to_string())))
+        };
+        let outcome = outcome.boxed().shared();
+        if let Some(known) = known.get_mut(&digest) {
+            *known = Known::Asked(outcome.clone());
+        }
+        outcome
+    }
+
+    /// Remembers the outcome of a review. No further caller can join the review.
+    fn answered(&self, digest: &[u8; 32], outcome: &Result<Account, String>) {
+        let mut known = self.known.lock();
+        match (outcome, known.get_mut(digest)) {
+            (Ok(account), Some(known)) => {
+                let owners = match known {
+                    Known::Asked(review) => review.strong_count(),
+                    _ => None,
+                };
+                let time = match owners {
+                    Some(0..=1) => REMEMBER_UNSEEN,
+                    _ => REMEMBER,
+                };
+                *known = Known::Accepted(Instant::now() + time, account.clone());
+            }
+            _ => drop(known.remove(digest)),
+        }
+    }
+
+    async fn review(&self, token: &str) -> Result<Account, String> {
         let review = TokenReview {
             spec: TokenReviewSpec {
                 token: Some(token.to_owned()),
@@ -202,10 +254,6 @@ impl Tokens {
             },
             ..TokenReview::default()
         };
-        let failed = |why: String| format!("Failed to authenticate request. err:{why}");
-        let turn = timeout(TURN_TIMEOUT, self.turn(from)).await;
-        let _turn =
-            turn.map_err(|_| failed(format!("no turn for a TokenReview within {TURN_TIMEOUT:?}")))?;
         let params = PostParams::default();
         let asked = self.reviews.create(&params, &review);
         let answer = timeout(REVIEW_TIMEOUT, asked).await;
@@ -270,6 +318,11 @@ impl Tokens {
         }
         Ok(())
     }
+}
+
+/// Returns the error text of a review without an outcome.
+fn failed(why: String) -> String {
+    format!("Failed to authenticate request. err:{why}")
 }
 
 /// Returns the name of the pod that the token of a user is bound to.

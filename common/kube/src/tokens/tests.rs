@@ -186,7 +186,7 @@ async fn waiting_agents_share_one_timeout_of_a_silent_api() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_review_ends_early_only_if_every_waiting_agent_has_left() {
+async fn a_review_goes_on_without_the_agents_that_wait_for_it() {
     let mut fake = Fake::new();
     let first = tokio::spawn(fake.present("t"));
     let asked = fake.review().await;
@@ -199,13 +199,76 @@ async fn a_review_ends_early_only_if_every_waiting_agent_has_left() {
     assert_eq!(second.await.unwrap(), Ok(ACCOUNT));
     fake.nothing_else_is_asked();
 
+    // An agent that returns receives the answer, before and after the end of the review.
     let only = tokio::spawn(fake.present("other"));
-    let mut asked = fake.review().await;
+    let asked = fake.review().await;
     only.abort();
-    asked.answer.closed().await;
+    sleep(MOMENT).await;
     let next = tokio::spawn(fake.present("other"));
+    sleep(MOMENT).await;
+    next.abort();
+    sleep(MOMENT).await;
+    asked.accept();
+    sleep(REMEMBER_UNSEEN - MOMENT).await;
+    assert_eq!(fake.present("other").await, Ok(ACCOUNT));
+    fake.nothing_else_is_asked();
+    sleep(2 * MOMENT).await;
+    let late = tokio::spawn(fake.present("other"));
     fake.review().await.accept();
-    assert_eq!(next.await.unwrap(), Ok(ACCOUNT));
+    assert_eq!(late.await.unwrap(), Ok(ACCOUNT));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_review_ends_in_its_queue_once_every_waiting_agent_has_left() {
+    let mut fake = Fake::new();
+    let mut agents = JoinSet::new();
+    let mut asked = Vec::new();
+    for number in 0..REVIEWS {
+        agents.spawn(fake.present(&format!("first {number}")));
+        asked.push(fake.review().await);
+    }
+    let left = tokio::spawn(fake.present("left"));
+    let kept = tokio::spawn(fake.present("kept"));
+    sleep(MOMENT).await;
+    left.abort();
+    sleep(MOMENT).await;
+    asked.remove(0).accept();
+    fake.review().await.accept();
+    assert_eq!(kept.await.unwrap(), Ok(ACCOUNT));
+    fake.nothing_else_is_asked();
+}
+
+#[tokio::test(start_paused = true)]
+async fn agents_that_leave_before_every_answer_are_accepted_in_the_end() {
+    const AGENTS: usize = 10 * REVIEWS;
+    const REVIEW: Duration = Duration::from_secs(1);
+    const PATIENCE: Duration = Duration::from_millis(100);
+    let mut fake = Fake::new();
+    let mut waiting: Vec<usize> = (0..AGENTS).collect();
+    let mut asked = Vec::new();
+    let started = Instant::now();
+    while !waiting.is_empty() {
+        let limit = REVIEW * 2 * (AGENTS / REVIEWS) as u32;
+        assert!(started.elapsed() < limit, "{} still wait", waiting.len());
+        let mut attempts = JoinSet::new();
+        for number in waiting.drain(..) {
+            let agent = fake.present(&format!("{number}"));
+            attempts.spawn(async move { (number, timeout(PATIENCE, agent).await) });
+        }
+        for (number, outcome) in attempts.join_all().await {
+            match outcome {
+                Ok(accepted) => assert_eq!(accepted, Ok(ACCOUNT)),
+                Err(_) => waiting.push(number),
+            }
+        }
+        while let Ok(review) = fake.asked.try_recv() {
+            asked.push((Instant::now() + REVIEW, review));
+        }
+        let now = Instant::now();
+        for (_, review) in asked.extract_if(.., |(at, _)| *at <= now) {
+            review.accept();
+        }
+    }
 }
 
 #[tokio::test(start_paused = true)]
