@@ -46,6 +46,7 @@ use crate::metrics::AgentMetrics;
 use crate::packet::OUTGOING_BYTES;
 use crate::process::this_process;
 use crate::quic::{Offer, Origin, Second};
+use crate::search::Unanswered;
 
 /// Longest duration of one attempt: grpc-go's minimum connect timeout.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
@@ -204,8 +205,13 @@ impl Connector {
         })
     }
 
-    /// Makes one attempt to connect. `connected` has the ids of the connected servers.
-    pub(crate) async fn connect(&self, connected: Vec<String>) -> Result<Reached, ConnectError> {
+    /// Makes one attempt to connect. `connected` has the ids of the connected servers. `unanswered` counts the attempt while
+    /// it waits for the answer of a server.
+    pub(crate) async fn connect(
+        &self,
+        connected: Vec<String>,
+        unanswered: &Unanswered,
+    ) -> Result<Reached, ConnectError> {
         let deadline = Instant::now() + CONNECT_TIMEOUT;
         let metadata = metadata(&self.config, deadline).await?;
         let (tcp, mut via) = timeout_at(deadline, self.tcp(deadline))
@@ -213,7 +219,12 @@ impl Connector {
             .map_err(|_| ConnectError::TimedOut("connecting"))??;
         let congestion = congestion(&tcp);
         let origin = self.quic_origin(&tcp, via.as_ref());
-        let mut reached = self.greet(tcp, metadata, &connected, deadline).await?;
+        let tls = self.handshake(tcp, deadline).await?;
+        let answer = {
+            let _unanswered = unanswered.clone();
+            self.greet(tls, metadata, &connected, deadline).await
+        };
+        let mut reached = answer?;
         if let Some(via) = &mut via {
             via.prove();
         }
@@ -251,13 +262,12 @@ impl Connector {
 
     async fn greet(
         &self,
-        tcp: TcpStream,
+        tls: Tls,
         metadata: MetadataMap,
         connected: &[String],
         deadline: Instant,
     ) -> Result<Reached, ConnectError> {
         let within = |step| move |_| ConnectError::TimedOut(step);
-        let tls = self.handshake(tcp, deadline).await?;
         let ended = self.agent.shutdown.child_token();
         if self.is_native(&tls) {
             let introduced = self.introduce(tls, metadata, connected, ended);

@@ -15,6 +15,7 @@
 //! A failed attempt delays the next attempt as in upstream (`pkg/agent/clientset.go`): by the interval, and by 1.5 times
 //! as much after each further failure, up to the cap.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use rand::rngs::StdRng;
@@ -42,6 +43,10 @@ const HEDGE_GAP: Duration = Duration::from_millis(100);
 /// Gap between attempts before the first answer, which has the number of servers. A silent server then delays the
 /// search little.
 const FIRST_HEDGE_GAP: Duration = Duration::from_secs(1);
+
+/// The same while a server that has completed the TLS handshake owes its answer. Such a server waits for a TokenReview, and a
+/// second connection to it would wait, too.
+const ANSWER_GAP: Duration = Duration::from_secs(5);
 
 /// First gap after the loss of a server, as a fraction of the interval.
 const LOST_GAP: f64 = 0.2;
@@ -101,6 +106,10 @@ pub(crate) enum Outcome {
     Failed,
 }
 
+/// Counts the attempts that wait for the answer of a server. Each of them holds a clone.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Unanswered(Arc<()>);
+
 /// Next action.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
@@ -122,6 +131,8 @@ pub(crate) struct Search {
     policy: Policy,
     random: StdRng,
     in_progress: usize,
+    /// Number of attempts in progress that wait for the answer of a server.
+    unanswered: usize,
     bucket: Bucket,
     /// Time of the last start of an attempt.
     started: Option<Instant>,
@@ -159,6 +170,7 @@ impl Search {
             policy,
             random: StdRng::seed_from_u64(seed),
             in_progress: 0,
+            unanswered: 0,
             bucket: Bucket::full(policy.interval, now),
             started: None,
             stretch: 1.0,
@@ -173,6 +185,11 @@ impl Search {
             },
             had: 0,
         }
+    }
+
+    /// Sets the number of attempts that wait for the answer of a server.
+    pub(crate) fn set_unanswered(&mut self, count: usize) {
+        self.unanswered = count;
     }
 
     /// Returns the next action. The caller starts an attempt for each [`Step::Attempt`].
@@ -298,12 +315,27 @@ impl Search {
     fn gap_now(&self, mode: Mode, view: View) -> Duration {
         match mode {
             Mode::Searching if self.in_progress == 0 => self.gap,
-            Mode::Searching if view.connected == 0 => self.policy.interval.max(FIRST_HEDGE_GAP),
+            Mode::Searching if view.connected == 0 => {
+                let hedge = match self.unanswered {
+                    0 => FIRST_HEDGE_GAP,
+                    _ => ANSWER_GAP,
+                };
+                self.policy.interval.max(hedge)
+            }
             Mode::Searching if view.connected + self.in_progress < self.wanted(view) => self.gap,
             Mode::Searching => self.gap.max(HEDGE_GAP),
             Mode::Probing | Mode::Idle if view.follows => SLOW_GAP,
             Mode::Probing | Mode::Idle => self.probe_gap,
         }
+    }
+}
+
+// === impl Unanswered ===
+
+impl Unanswered {
+    /// Returns the number of attempts.
+    pub(crate) fn count(&self) -> usize {
+        Arc::strong_count(&self.0) - 1
     }
 }
 

@@ -26,7 +26,7 @@ use crate::native::{NativeServer, Notices};
 use crate::packet::ServerStream;
 use crate::path::Cuts;
 use crate::resume::keep;
-use crate::search::{Outcome, Policy, Search, Step, View};
+use crate::search::{Outcome, Policy, Search, Step, Unanswered, View};
 use crate::server_count::ServerCount;
 
 /// The connected servers of an agent.
@@ -410,11 +410,13 @@ impl Sync {
 
     async fn search(&mut self) {
         let (connector, servers, count) = (&self.connector, &self.servers, &self.count);
+        let unanswered = Unanswered::default();
         let mut attempts = FuturesUnordered::new();
         loop {
+            self.search.set_unanswered(unanswered.count());
             let until = match self.search.step(Instant::now(), servers.view(count)) {
                 Step::Attempt => {
-                    attempts.push(connector.connect(servers.ids()));
+                    attempts.push(connector.connect(servers.ids(), &unanswered));
                     continue;
                 }
                 Step::Wait(until) => until,

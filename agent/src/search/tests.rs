@@ -410,28 +410,31 @@ fn failures_pause_as_in_upstream() {
 
 #[test]
 fn silent_servers_hold_only_some_attempts() {
-    let mut search = Search::new(DEFAULT, 1, Instant::now());
-    let (mut now, view) = (
-        Instant::now(),
-        View {
-            announced: 1,
-            ..View::default()
-        },
-    );
-    let mut starts = Vec::new();
-    let begin = now;
-    // No attempt ends.
-    loop {
-        match search.step(now, view) {
-            Step::Attempt => starts.push(now - begin),
-            Step::Wait(Some(until)) => now = until,
-            Step::Wait(None) => break,
+    for (unanswered, gap) in [(0, FIRST_HEDGE_GAP), (1, ANSWER_GAP)] {
+        let mut search = Search::new(DEFAULT, 1, Instant::now());
+        let (mut now, view) = (
+            Instant::now(),
+            View {
+                announced: 1,
+                ..View::default()
+            },
+        );
+        let mut starts = Vec::new();
+        let begin = now;
+        // No attempt ends.
+        loop {
+            match search.step(now, view) {
+                Step::Attempt => starts.push(now - begin),
+                Step::Wait(Some(until)) => now = until,
+                Step::Wait(None) => break,
+            }
+            search.set_unanswered(unanswered);
         }
+        assert_eq!(starts.len(), MOST_IN_PROGRESS);
+        assert!((gap..gap * 3 / 2).contains(&starts[1]), "{starts:?}");
+        search.ended(now, Outcome::Failed, view);
+        assert!(matches!(search.step(now, view), Step::Wait(Some(_))));
     }
-    assert_eq!(starts.len(), MOST_IN_PROGRESS);
-    assert!(starts[1] >= SECOND, "{starts:?}");
-    search.ended(now, Outcome::Failed, view);
-    assert!(matches!(search.step(now, view), Step::Wait(Some(_))));
 }
 
 #[test]
