@@ -300,7 +300,11 @@ pub(super) fn to_konnectivity(target: &Target<'_>, file: &str) -> Vec<Step> {
                 "# a new pod of openvpn-server begins with OpenVPN again: repeat this step then".to_owned(),
             ],
             "",
-            switch(target, "openvpn"),
+            // kube-apiserver uses its open connections again, and agents that are removed end them.
+            format!(
+                "{} && {SEED} -n {namespace} rollout restart deployment apiserver && {SEED} -n {namespace} rollout status deployment apiserver",
+                switch(target, "openvpn")
+            ),
         ),
         Step::new(
             "Run the servers beside kube-apiserver. Agents find the new servers through the Service.",
