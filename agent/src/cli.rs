@@ -29,7 +29,8 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
 async fn serve(config: Config) -> anyhow::Result<()> {
     let mut signals = Signals::new()?;
     let (drain, shutdown) = (CancellationToken::new(), CancellationToken::new());
-    let bound = Bound::bind(config, shutdown.clone()).await?;
+    let bound = Bound::bind(config, shutdown.clone());
+    let bound = signals.unless_received(bound).await??;
     let run = bound.run(drain.clone());
     tokio::pin!(run);
     for (token, what) in [(&drain, "drain"), (&shutdown, "stop")] {

@@ -7,6 +7,7 @@ use std::time::Duration;
 use culvert_tests::kube_api::{Fault, Gone, KubeApi, server_lease};
 use culvert_tests::metrics::{http_get, scrape};
 use culvert_tests::{Executable, Mode, Program, Signal, Topology, Transport, eventually};
+use rustix::process::{Pid, kill_process};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::time::sleep;
@@ -383,6 +384,53 @@ async fn leases_need_an_account() {
         assert_eq!(program.wait_exit(LIMIT).await.code(), Some(1));
         let log = program.log();
         assert!(log.contains("not a valid kubeconfig"), "{log}");
+    }
+}
+
+#[tokio::test]
+async fn signal_ends_a_program_that_waits_for_a_credential_plugin() {
+    let folder = tempfile::tempdir().unwrap();
+    let (kubeconfig, started) = (folder.path().join("kubeconfig"), folder.path().join("pid"));
+    let plugin = json!({
+        "apiVersion": "client.authentication.k8s.io/v1",
+        "command": "sh",
+        "args": ["-c", format!("echo $$ >{}; exec sleep 60", started.display())],
+        "interactiveMode": "Never",
+    });
+    let text = json!({
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "c",
+        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+        "clusters": [{"name": "c", "cluster": {"server": "https://127.0.0.1:1"}}],
+        "users": [{"name": "u", "user": {"exec": plugin}}],
+    });
+    std::fs::write(&kubeconfig, text.to_string()).unwrap();
+    let mut topology = Topology::simple(Mode::Grpc, Transport::Uds).await;
+    let of_server = topology.server(0).args();
+    let of_agent = topology.agent(0).args();
+    topology.kill_server(0);
+    topology.kill_agent(0);
+    for (program, args, flag) in [
+        ("culvert-server", of_server, "--enable-lease-controller"),
+        ("culvert-agent", of_agent, "--count-server-leases"),
+    ] {
+        let kubeconfig = format!("--kubeconfig={}", kubeconfig.display());
+        let more = [flag.to_owned(), kubeconfig];
+        let mut program = Program::spawn(program, [args, more.to_vec()].concat(), &[]);
+        let plugin = eventually("the plugin", LIMIT, async || {
+            let text = std::fs::read_to_string(&started).unwrap_or_default();
+            let pid = text.trim().parse::<i32>().ok();
+            pid.and_then(Pid::from_raw).ok_or("no process id")
+        })
+        .await;
+        program.signal(Signal::TERM);
+        let status = program.wait_exit(LIMIT).await;
+        kill_process(plugin, Signal::KILL).unwrap();
+        std::fs::remove_file(&started).unwrap();
+        assert_eq!(status.code(), Some(1));
+        let log = program.log();
+        assert!(log.contains("SIGTERM during the start"), "{log}");
     }
 }
 

@@ -119,6 +119,14 @@ struct Followed<F> {
     reload: Box<Reload>,
 }
 
+/// A file set that is loaded for the first time.
+struct First<S: FileSet> {
+    set: S,
+    base: Vec<PathBuf>,
+    follower: FileFollower,
+    loaded: Loaded<S::Value>,
+}
+
 /// Loads and publishes the value. Returns the expiry of the certificates, and the end of the value's validity.
 type Reload = dyn FnMut(&mut FileFollower) -> Result<(Expiry, Option<i64>), String> + Send;
 
@@ -163,17 +171,35 @@ impl<F: LabelSet + Send + Sync + 'static> Reloader<F> {
     ///
     /// # Errors
     /// Fails if the files cannot be loaded.
-    pub fn follow<S: FileSet>(
-        &mut self,
-        files: F,
-        mut set: S,
-    ) -> Result<Latest<S::Value>, S::Error> {
-        let base = set.paths();
-        let mut follower = FileFollower::unit(base.clone(), MAX_BYTES);
-        let read = follower.read_now().map(drop);
-        let read = read.and_then(|()| add_references(&mut follower, &set));
-        read.map_err(|error| set.unreadable(error))?;
-        let loaded = set.load(follower.contents())?;
+    pub fn follow<S: FileSet>(&mut self, files: F, set: S) -> Result<Latest<S::Value>, S::Error> {
+        Ok(self.adopt(files, First::load(set)?))
+    }
+
+    /// As [`follow`](Self::follow), for files whose load may take any time, such as a kubeconfig with a credential plugin:
+    /// the first load runs on a thread of its own.
+    ///
+    /// # Errors
+    /// Fails if the files cannot be loaded.
+    pub async fn follow_slow<S>(&mut self, files: F, set: S) -> Result<Latest<S::Value>, S::Error>
+    where
+        S: FileSet<Value: Send, Error: Send>,
+    {
+        let loading = spawn_blocking(move || First::load(set));
+        match warn_if_slow(loading, "this program does not start").await {
+            Ok(first) => Ok(self.adopt(files, first?)),
+            Err(error) if error.is_panic() => resume_unwind(error.into_panic()),
+            // The runtime ends.
+            Err(_) => std::future::pending().await,
+        }
+    }
+
+    fn adopt<S: FileSet>(&mut self, files: F, first: First<S>) -> Latest<S::Value> {
+        let First {
+            mut set,
+            base,
+            follower,
+            loaded,
+        } = first;
         self.metrics.start(files, loaded.expiry);
         let (sender, receiver) = watch::channel(loaded.value);
         let valid_until = set.valid_until();
@@ -195,7 +221,7 @@ impl<F: LabelSet + Send + Sync + 'static> Reloader<F> {
             loaded: Instant::now(),
             reload: Box::new(reload),
         });
-        Ok(Latest(receiver))
+        Latest(receiver)
     }
 
     /// Checks all files every [`CHECK_EVERY`] until the token fires. The checks run on a thread of their own: a file
@@ -208,7 +234,8 @@ impl<F: LabelSet + Send + Sync + 'static> Reloader<F> {
                 self.check();
                 self
             });
-            self = match shutdown.run_until_cancelled(warn_if_slow(checking)).await {
+            let checked = warn_if_slow(checking, "changes of files have no effect");
+            self = match shutdown.run_until_cancelled(checked).await {
                 Some(Ok(reloader)) => reloader,
                 Some(Err(error)) if error.is_panic() => resume_unwind(error.into_panic()),
                 _ => return,
@@ -224,14 +251,31 @@ impl<F: LabelSet + Send + Sync + 'static> Reloader<F> {
     }
 }
 
-/// Waits for a check, and warns if it takes long.
-async fn warn_if_slow<T>(mut checking: JoinHandle<T>) -> Result<T, JoinError> {
+impl<S: FileSet> First<S> {
+    fn load(mut set: S) -> Result<Self, S::Error> {
+        let base = set.paths();
+        let mut follower = FileFollower::unit(base.clone(), MAX_BYTES);
+        let read = follower.read_now().map(drop);
+        let read = read.and_then(|()| add_references(&mut follower, &set));
+        read.map_err(|error| set.unreadable(error))?;
+        let loaded = set.load(follower.contents())?;
+        Ok(Self {
+            set,
+            base,
+            follower,
+            loaded,
+        })
+    }
+}
+
+/// Waits for a check, and warns if it takes long. `meanwhile` names the effect.
+async fn warn_if_slow<T>(mut checking: JoinHandle<T>, meanwhile: &str) -> Result<T, JoinError> {
     match timeout(SLOW_CHECK, &mut checking).await {
         Ok(checked) => checked,
         Err(_) => {
             warn!(
-                "the check of certificates, keys and kubeconfigs takes more than {SLOW_CHECK:?}: until it ends, changes of \
-                 files have no effect; check the file systems of the files, and credential plugins of kubeconfigs"
+                "the check of certificates, keys and kubeconfigs takes more than {SLOW_CHECK:?}: until it ends, {meanwhile}; \
+                 check the file systems of the files, and credential plugins of kubeconfigs"
             );
             checking.await
         }

@@ -47,6 +47,20 @@ impl Signals {
         }
     }
 
+    /// Waits until a program has started.
+    ///
+    /// # Errors
+    /// Fails if a signal arrives first.
+    pub async fn unless_received<T>(
+        &mut self,
+        start: impl Future<Output = T>,
+    ) -> Result<T, CutShort> {
+        tokio::select! {
+            started = start => Ok(started),
+            signal = self.recv() => Err(CutShort { signal, stop: "start" }),
+        }
+    }
+
     /// Runs a program until it ends. The first signal cancels `shutdown`. `stop` is the word for the shutdown
     /// in log lines, such as "drain".
     ///
@@ -71,7 +85,7 @@ impl Signals {
     }
 }
 
-/// Error returned when a second signal arrives during the shutdown.
+/// Error returned when a signal arrives during the start, or a second one during the shutdown.
 #[derive(Debug, thiserror::Error)]
 #[error("{signal} during the {stop}")]
 pub struct CutShort {
@@ -115,7 +129,7 @@ where
 /// log lines, such as "drain".
 ///
 /// # Errors
-/// Fails if `bind` fails or a second signal arrives before the program has ended.
+/// Fails if `bind` fails, a signal arrives before its end, or a second signal before the end of the program.
 pub async fn serve<B, F, E>(
     stop: &'static str,
     bind: impl Future<Output = Result<B, E>>,
@@ -125,9 +139,10 @@ where
     F: Future<Output = ()>,
     E: From<io::Error> + From<CutShort>,
 {
-    let signals = Signals::new()?;
+    let mut signals = Signals::new()?;
     let shutdown = CancellationToken::new();
-    let run = run(bind.await?, shutdown.clone());
+    let bound = signals.unless_received(bind).await??;
+    let run = run(bound, shutdown.clone());
     Ok(signals.run(stop, shutdown, run).await?)
 }
 

@@ -56,7 +56,7 @@ where
             .context("no Kubernetes account: run in a pod, or give --kubeconfig")?;
         return Ok(paced(connect(config, None)?));
     };
-    let latest = reloader.follow(files, Account::new(path))?;
+    let latest = reloader.follow_slow(files, Account::new(path)).await?;
     let namespace = latest.get().client.default_namespace().to_owned();
     let listed = HashMap::new();
     Ok(paced(Client::new(Following { latest, listed }, namespace)))
