@@ -181,17 +181,18 @@ async fn switched_mode_survives_restarts() {
         .shows(TunnelMode::PreferKonnectivity, SetBy::Switch, "")
         .await;
 
-    // An unusable state file is logged and ignored.
+    // An unusable state file is logged and renamed.
     server.topology.kill_server(0);
     std::fs::write(server.path("state"), "{\"version\":1,").unwrap();
     server.topology.start_server(0).await;
     let program = server.topology.server(0);
     program.wait_for_log("--tunnel-state-file", LIMIT).await;
     server
-        .shows(TunnelMode::Konnectivity, SetBy::Flag, "")
+        .shows(TunnelMode::Konnectivity, SetBy::Flag, "state.bad")
         .await;
+    assert!(server.path("state.bad").exists());
 
-    // A state file with the mode of a missing tunnel is also logged and ignored.
+    // A state file with the mode of a missing tunnel is logged and ignored.
     server.topology.kill_server(0);
     let openvpn = r#"{"version":1,"mode":"openvpn","setBy":"switch","flag":"konnectivity"}"#;
     std::fs::write(server.path("state"), openvpn).unwrap();

@@ -164,6 +164,7 @@ mod tests {
             ],
             last_switch_seconds: Some(0.25),
             problems: vec!["cannot save \"a\u{9b}2J\"".to_owned()],
+            unsaved: false,
         };
         let expected = "\
 server      draining: it stops soon

@@ -51,7 +51,8 @@ pub struct Options {
 /// Runs the command.
 ///
 /// # Errors
-/// Fails if the server rejects the request, or if the wait ends before the switch is complete.
+/// Fails if the server rejects the request, if the wait ends before the switch is complete, or if the server cannot save the
+/// mode.
 pub async fn run(options: &Options) -> anyhow::Result<()> {
     let started = Instant::now();
     let request = Request::new(options.to, options.drain);
@@ -59,11 +60,14 @@ pub async fn run(options: &Options) -> anyhow::Result<()> {
     let patience = limit.map_or(TIMEOUT, |limit| limit.min(TIMEOUT));
     let status = options.admin.switch(&request, patience).await?;
     tell(&status);
-    if options.wait {
-        wait(options, status, limit.map(|limit| started + limit)).await
-    } else {
-        Ok(())
+    let status = match options.wait {
+        true => wait(options, status, limit.map(|limit| started + limit)).await?,
+        false => status,
+    };
+    if status.unsaved {
+        bail!("the server has accepted the switch but cannot save it: a restart would undo it");
     }
+    Ok(())
 }
 
 fn tell(status: &Status) {
@@ -76,8 +80,12 @@ fn tell(status: &Status) {
     }
 }
 
-/// Waits for the end of the switch, at most until `end`.
-async fn wait(options: &Options, mut status: Status, end: Option<Instant>) -> anyhow::Result<()> {
+/// Waits for the end of the switch, at most until `end`. Returns the last status.
+async fn wait(
+    options: &Options,
+    mut status: Status,
+    end: Option<Instant>,
+) -> anyhow::Result<Status> {
     let mut answered = Instant::now();
     let mut told = answered;
     while status.switch != Progress::Settled {
@@ -106,7 +114,7 @@ async fn wait(options: &Options, mut status: Status, end: Option<Instant>) -> an
             tell(&status);
         }
     }
-    Ok(())
+    Ok(status)
 }
 
 /// Explains a mode that is not the requested one.
@@ -219,6 +227,7 @@ mod tests {
             tunnels: Vec::new(),
             last_switch_seconds: None,
             problems: Vec::new(),
+            unsaved: false,
         };
         let body = serde_json::to_string(&status).unwrap();
         // The server accepts the switch and answers no status request.

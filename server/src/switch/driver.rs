@@ -8,8 +8,8 @@ use std::time::Duration;
 use culvert_host::file_follower::{FileFollower, Outcome};
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};
-use tokio::task::spawn_blocking;
-use tokio::time::{Instant, interval, sleep_until};
+use tokio::task::{JoinHandle, spawn_blocking};
+use tokio::time::{Instant, interval, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
@@ -30,6 +30,9 @@ const POLL: Duration = Duration::from_millis(200);
 
 /// Pause after a state that could not be saved, before the same state is saved again.
 const SAVE_PAUSE: Duration = Duration::from_secs(5);
+
+/// Time for the volume of the state file to accept a state. The task of the switch waits for it, once.
+const SAVE_LIMIT: Duration = Duration::from_secs(5);
 
 /// Maximum number of waiting requests. A request takes as long as writing the state file.
 const WAITING_REQUESTS: usize = 16;
@@ -69,6 +72,8 @@ struct Shown {
     last: Option<Duration>,
     /// Set while the state file cannot be used or saved.
     state_problem: Option<String>,
+    /// Set after a start without the saved state, until the next request.
+    lost: Option<String>,
     /// Set while the mode file cannot be read.
     unreadable: Option<String>,
     /// Set while the mode file has no usable mode.
@@ -87,6 +92,8 @@ pub(crate) struct Driver {
     saved: Option<Essence>,
     /// State that could not be saved, and the time of the attempt.
     unsaved: Option<(Essence, Instant)>,
+    /// An attempt to save that has passed its limit.
+    saving: Option<JoinHandle<Result<(), String>>>,
     requests: mpsc::Receiver<Command>,
     /// Keeps `requests` open without any [`Switcher`]; the task still follows the file.
     _sender: mpsc::Sender<Command>,
@@ -116,8 +123,9 @@ pub(crate) fn start(
         phase: machine.phase(),
         last: None,
         state_problem: start.state_problem,
+        lost: start.lost,
         unreadable: start.unreadable,
-        wrong: None,
+        wrong: start.wrong,
     }));
     let (sender, requests) = mpsc::channel(WAITING_REQUESTS);
     let switcher = Switcher {
@@ -135,6 +143,7 @@ pub(crate) fn start(
         state: start.state,
         saved: None,
         unsaved: None,
+        saving: None,
         requests,
         _sender: sender,
         shown,
@@ -206,6 +215,7 @@ impl Switcher {
             tunnels,
             last_switch_seconds: shown.last.map(|took| took.as_secs_f64()),
             problems: shown.problems().cloned().collect(),
+            unsaved: shown.state_problem.is_some(),
         }
     }
 }
@@ -214,9 +224,13 @@ impl Switcher {
 
 impl Shown {
     fn problems(&self) -> impl Iterator<Item = &String> {
-        [&self.state_problem, &self.unreadable, &self.wrong]
-            .into_iter()
-            .flatten()
+        let all = [
+            &self.state_problem,
+            &self.lost,
+            &self.unreadable,
+            &self.wrong,
+        ];
+        all.into_iter().flatten()
     }
 }
 
@@ -270,7 +284,10 @@ impl Driver {
         let view = self.router.view();
         let outcome = self.machine.request(mode, drain, Instant::now(), &view);
         match &outcome {
-            Ok(()) => self.set_by = set_by,
+            Ok(()) => {
+                self.set_by = set_by;
+                self.shown.lock().lost = None;
+            }
             Err(why) => warn!(set_by = set_by.name(), "not switched: {why}"),
         }
         outcome
@@ -412,9 +429,21 @@ impl Driver {
         if self.saved == Some(now) || self.unsaved.is_some_and(has_just_failed) {
             return;
         }
+        if self.saving.as_ref().is_some_and(|task| !task.is_finished()) {
+            self.unsaved = Some((now, Instant::now()));
+            return;
+        }
         let saved = Saved::new(mode, self.set_by, self.flag, self.file);
-        let outcome = state.save(&saved.with_phase(phase, Clocks::read())).await;
-        let problem = outcome.err();
+        let mut saving = state.save(&saved.with_phase(phase, Clocks::read()));
+        let problem = match timeout(SAVE_LIMIT, &mut saving).await {
+            Ok(saved) => saved.unwrap_or_else(|error| Err(error.to_string())).err(),
+            Err(_) => {
+                self.saving = Some(saving);
+                Some(format!(
+                    "--tunnel-state-file: the volume has not accepted the state within {SAVE_LIMIT:?}"
+                ))
+            }
+        };
         let mut shown = self.shown.lock();
         if let Some(why) = &problem
             && shown.state_problem != problem

@@ -20,8 +20,12 @@ pub(crate) struct Start {
     /// Mode in the mode file.
     pub(super) file: Option<Mode>,
     saved: Option<Saved>,
-    /// Reason for ignoring the saved state.
+    /// Reason for ignoring the saved state: the server does not have the tunnel.
     pub(super) state_problem: Option<String>,
+    /// Reason why the saved state was lost.
+    pub(super) lost: Option<String>,
+    /// Problem with the mode in the mode file.
+    pub(super) wrong: Option<String>,
     /// Reason why the mode file cannot be read.
     pub(super) unreadable: Option<String>,
 }
@@ -53,17 +57,19 @@ struct Decision {
 
 impl Start {
     /// Reads the state file and the mode file. If the mode file cannot be read, the server starts without the
-    /// file, and follows the file once it can be read. An unusable state file is ignored.
+    /// file, and follows the file once it can be read. An unusable state file is renamed.
     ///
     /// # Errors
-    /// Fails if the mode file has no valid mode.
+    /// Fails if the mode file has no valid mode and no state is saved.
     pub(crate) fn read(settings: Settings) -> Result<Self, StartError> {
         let state = settings.state_file.as_deref().map(StateFile::new);
-        let (saved, state_problem) = match state.as_ref().map(StateFile::load) {
+        let (saved, lost) = match state.as_ref().map(|state| (state, state.load())) {
             None => (None, None),
-            Some(Ok(saved)) => (saved, None),
-            Some(Err(why)) => {
-                error!("{why}; starting without it");
+            Some((_, Ok(saved))) => (saved, None),
+            Some((state, Err(why))) => {
+                let kept = state.set_aside();
+                let why = format!("{why}; {kept}; confirm the mode with `culvert switch`");
+                error!("{why}; starting without the saved state");
                 (None, Some(why))
             }
         };
@@ -72,7 +78,9 @@ impl Start {
             state,
             file: None,
             saved,
-            state_problem,
+            state_problem: None,
+            lost,
+            wrong: None,
             unreadable: None,
             settings,
         };
@@ -89,11 +97,17 @@ impl Start {
         };
         match FileFollower::open(path, limits) {
             Ok(follower) => {
-                let mode = mode_file::parse(follower.text()).map_err(|why| StartError::File {
-                    path: path.display().to_string(),
-                    why,
-                })?;
-                self.file = Some(mode);
+                let path = path.display().to_string();
+                match (mode_file::parse(follower.text()), &self.saved) {
+                    (Ok(mode), _) => self.file = Some(mode),
+                    (Err(why), None) => return Err(StartError::File { path, why }),
+                    (Err(why), Some(saved)) => {
+                        let why = format!("{path}: {why}");
+                        error!("--tunnel-mode-file: {why}; the saved mode stays as it is");
+                        self.file = saved.file;
+                        self.wrong = Some(why);
+                    }
+                }
                 self.mode_file = Some(follower);
             }
             Err(why) => {
@@ -105,7 +119,8 @@ impl Start {
         Ok(())
     }
 
-    /// Returns the machine to start with, and the origin of its mode.
+    /// Returns the machine to start with, and the origin of its mode. A mode that has changed since the state was saved is
+    /// requested as in a running server: dials use the old tunnel until the new one has a healthy peer.
     ///
     /// # Errors
     /// Fails if the flag or the file names a mode whose tunnel this server does not have.
@@ -134,17 +149,20 @@ impl Start {
             self.file = self.saved.as_ref().and_then(|saved| saved.file);
         }
         let drain = self.settings.drain;
-        let phase = match &self.saved {
-            Some(saved) if decision.from_state => saved.phase(drain, clocks),
-            _ => Phase::Settled,
+        let mut switch = match &self.saved {
+            Some(saved) => Switch::new(saved.mode, saved.phase(drain, clocks), drain),
+            None => Switch::new(mode, Phase::Settled, drain),
         };
+        if switch.mode() != mode {
+            switch.request(mode, None, clocks.now, view)?;
+        }
         info!(
             mode = mode.as_str(),
             set_by = set_by.name(),
-            in_switch = phase != Phase::Settled,
+            in_switch = switch.phase() != Phase::Settled,
             "tunnel mode"
         );
-        Ok((Switch::new(mode, phase, drain), set_by))
+        Ok((switch, set_by))
     }
 }
 

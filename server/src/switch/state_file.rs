@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
+use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::Instant;
 
 use super::SetBy;
@@ -226,27 +227,39 @@ impl StateFile {
         Ok(Some(saved))
     }
 
-    /// Replaces the file. After a crash at any point, either the old or the new file exists.
-    ///
-    /// # Errors
-    /// Fails if the file cannot be written; the error text names the file.
-    pub(crate) async fn save(&self, saved: &Saved) -> Result<(), String> {
-        let path = self.path.clone();
-        let text = serde_json::to_vec(saved).map_err(|error| error.to_string())?;
-        // Writing to a disk may block.
-        let written = tokio::task::spawn_blocking(move || replace(&path, &text)).await;
-        let written = written.map_err(io::Error::other).flatten();
-        written.map_err(|error| {
-            let path = self.path.display();
-            format!("cannot save --tunnel-state-file {path}: {error}")
+    /// Renames an unusable file, so that the next save does not replace it. Returns what has happened to the file.
+    pub(crate) fn set_aside(&self) -> String {
+        let kept = beside(&self.path, ".bad");
+        match fs::rename(&self.path, &kept) {
+            Ok(()) => format!("the file is now {}", kept.display()),
+            Err(error) => format!("the file cannot be renamed: {error}"),
+        }
+    }
+
+    /// Replaces the file, on a thread of its own: writing to a disk may block. After a crash at any point, either the old or
+    /// the new file exists. The task fails if the file cannot be written; the error text names the file.
+    pub(crate) fn save(&self, saved: &Saved) -> JoinHandle<Result<(), String>> {
+        let (path, text) = (self.path.clone(), serde_json::to_vec(saved));
+        spawn_blocking(move || {
+            let written = text.map_err(io::Error::other);
+            let written = written.and_then(|text| replace(&path, &text));
+            written.map_err(|error| {
+                let path = path.display();
+                format!("cannot save --tunnel-state-file {path}: {error}")
+            })
         })
     }
 }
 
-fn replace(path: &Path, text: &[u8]) -> io::Result<()> {
+/// Returns the path with an ending.
+fn beside(path: &Path, ending: &str) -> PathBuf {
     let mut name = path.file_name().unwrap_or_default().to_owned();
-    name.push(".new");
-    let new = path.with_file_name(name);
+    name.push(ending);
+    path.with_file_name(name)
+}
+
+fn replace(path: &Path, text: &[u8]) -> io::Result<()> {
+    let new = beside(path, ".new");
     let mut options = OpenOptions::new();
     options.write(true).create(true).truncate(true).mode(0o600);
     let mut file = options.open(&new)?;

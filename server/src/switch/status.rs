@@ -35,8 +35,11 @@ pub struct Status {
     /// Duration of the last completed switch, in seconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_switch_seconds: Option<f64>,
-    /// Current problems: a mode file that cannot be used, or a state that cannot be saved.
+    /// Current problems: a mode file that cannot be used, or a state that was lost or cannot be saved.
     pub problems: Vec<String>,
+    /// Set while a restart would lose the mode, because it cannot be saved. Missing in the answer of older servers.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub unsaved: bool,
 }
 
 /// Progress of a switch.

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use bytes::Bytes;
 use culvert_stream::{CloseReason, Sink as _, Source as _};
 use proptest::prelude::*;
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, advance, sleep};
 use tokio_util::task::TaskTracker;
 
 use super::*;
@@ -433,6 +433,58 @@ async fn state_that_cannot_be_saved_is_reported_and_blocks_nothing() {
     std::fs::rename(&away, state.parent().unwrap()).unwrap();
     sleep(SAVE_PAUSE + TICK).await;
     shows(0);
+    running.end().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn volume_that_does_not_answer_is_reported_and_stops_no_switch() {
+    let folder = tempfile::tempdir().unwrap();
+    let state = folder.path().join("state");
+    let new = folder.path().join("state.new");
+    let mode = rustix::fs::Mode::RWXU;
+    let kind = rustix::fs::FileType::Fifo;
+    rustix::fs::mknodat(rustix::fs::CWD, &new, kind, mode, 0).unwrap();
+    let running = Running::start(Settings {
+        state_file: Some(state.clone()),
+        ..Settings::default()
+    });
+    // The clock of the test stands while a thread writes.
+    let wait = async |done: &dyn Fn(&Status) -> bool| {
+        while !done(&running.switcher.status()) {
+            advance(ms(50)).await;
+        }
+    };
+    wait(&|status| !status.problems.is_empty()).await;
+    assert!(running.switcher.status().unsaved);
+    running.switch(Mode::Openvpn, None).await;
+    wait(&|status| status.switch == Progress::Settled).await;
+    assert_eq!(progress(&running).1, [O]);
+    // The write ends with an error, and the next one succeeds.
+    std::fs::read(&new).unwrap();
+    std::fs::remove_file(&new).unwrap();
+    wait(&|status| status.problems.is_empty()).await;
+    assert!(state.exists());
+    running.end().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn lost_state_is_reported_until_the_next_request() {
+    let folder = tempfile::tempdir().unwrap();
+    let state = folder.path().join("state");
+    std::fs::write(&state, "nonsense").unwrap();
+    let running = Running::start(Settings {
+        state_file: Some(state.clone()),
+        ..Settings::default()
+    });
+    sleep(SAVE_PAUSE).await;
+    assert!(StateFile::new(&state).load().unwrap().is_some());
+    let status = running.switcher.status();
+    assert!(
+        status.problems[0].contains("state.bad") && !status.unsaved,
+        "{status:?}"
+    );
+    running.switch(Mode::Konnectivity, None).await;
+    assert_eq!(running.switcher.status().problems, [""; 0]);
     running.end().await;
 }
 

@@ -2,9 +2,11 @@
 
 use std::time::Duration;
 
+use tokio::time::Instant;
+
 use super::*;
 use crate::router::Side;
-use crate::tunnel::Health;
+use crate::tunnel::{Health, Kind};
 
 const FLAG: Mode = Mode::Konnectivity;
 
@@ -65,12 +67,12 @@ fn settings(folder: &tempfile::TempDir) -> Settings {
 }
 
 #[tokio::test]
-async fn unusable_state_is_ignored() {
+async fn unusable_state_is_renamed() {
     let folder = tempfile::tempdir().unwrap();
     let settings = settings(&folder);
     let state = StateFile::new(settings.state_file.as_ref().unwrap());
     let in_openvpn = saved(Mode::Openvpn, FLAG, None);
-    state.save(&in_openvpn).await.unwrap();
+    state.save(&in_openvpn).await.unwrap().unwrap();
     let mut start = Start::read(settings.clone()).unwrap();
     assert!(start.unreadable.as_ref().unwrap().contains("cannot read"));
     let (machine, set_by) = start.machine(&view(false), Clocks::read()).unwrap();
@@ -90,7 +92,53 @@ async fn unusable_state_is_ignored() {
     let mut start = Start::read(settings).unwrap();
     let (machine, _) = start.machine(&view(true), Clocks::read()).unwrap();
     assert_eq!(machine.mode(), FLAG);
-    assert!(start.state_problem.is_some());
+    let lost = start.lost.unwrap();
+    assert!(lost.contains("the file is now"), "{lost}");
+    let kept = std::fs::read(folder.path().join("state.bad")).unwrap();
+    assert_eq!(kept, b"nonsense");
+}
+
+#[test]
+fn mode_that_has_changed_with_the_restart_waits_for_a_healthy_peer() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("mode"), "konnectivity").unwrap();
+    let start = |saved: Saved| {
+        let mut start = Start::read(settings(&folder)).unwrap();
+        start.saved = Some(saved);
+        let (machine, set_by) = start.machine(&view(true), Clocks::read()).unwrap();
+        assert_eq!((machine.mode(), set_by), (Mode::Konnectivity, SetBy::File));
+        machine
+    };
+    let in_openvpn = saved(Mode::Openvpn, FLAG, Some(Mode::Openvpn));
+    let route = start(in_openvpn).route();
+    assert_eq!((route.first, route.both), (Kind::Openvpn, true));
+    // The file now has the mode that a switch waits for.
+    let waiting = Phase::Waiting {
+        first: Kind::Openvpn,
+        drain: Duration::from_secs(60),
+        since: Instant::now(),
+    };
+    let in_switch = saved(Mode::Konnectivity, FLAG, Some(Mode::Openvpn));
+    let route = start(in_switch.with_phase(waiting, Clocks::read())).route();
+    assert_eq!((route.first, route.both), (Kind::Openvpn, true));
+}
+
+#[tokio::test]
+async fn mode_file_without_a_valid_mode_leaves_the_saved_mode_in_force() {
+    let folder = tempfile::tempdir().unwrap();
+    let settings = settings(&folder);
+    std::fs::write(folder.path().join("mode"), "vpn").unwrap();
+    let state = StateFile::new(settings.state_file.as_ref().unwrap());
+    let in_openvpn = saved(Mode::PreferOpenvpn, FLAG, Some(Mode::Konnectivity));
+    state.save(&in_openvpn).await.unwrap().unwrap();
+    let mut start = Start::read(settings).unwrap();
+    let (machine, set_by) = start.machine(&view(true), Clocks::read()).unwrap();
+    assert_eq!(
+        (machine.mode(), set_by),
+        (Mode::PreferOpenvpn, SetBy::Switch)
+    );
+    assert_eq!(start.file, Some(Mode::Konnectivity));
+    assert!(start.wrong.unwrap().contains("\"vpn\""));
 }
 
 #[test]

@@ -41,7 +41,7 @@ async fn saved_state_is_read_back() {
     };
     for phase in [waiting, draining(clocks, 60), Phase::Settled] {
         let saved = saved(phase, clocks);
-        file.save(&saved).await.unwrap();
+        file.save(&saved).await.unwrap().unwrap();
         assert_eq!(file.load(), Ok(Some(saved)));
     }
     let mode = std::os::unix::fs::PermissionsExt::mode(&path.metadata().unwrap().permissions());
@@ -94,6 +94,6 @@ async fn invalid_state_file_is_refused_with_its_flag() {
     assert!(file.load().is_err());
     let nowhere = StateFile::new(&folder.path().join("no/state"));
     let saved = saved(Phase::Settled, Clocks::read());
-    let error = nowhere.save(&saved).await.unwrap_err();
+    let error = nowhere.save(&saved).await.unwrap().unwrap_err();
     assert!(error.contains("cannot save --tunnel-state-file"), "{error}");
 }
