@@ -34,5 +34,8 @@ pub(crate) const ECHOES: &[&str] = &["64-byte echo, 1 connection", "64-byte echo
 pub(crate) const ABORTED: &[&str] = &["8 aborted by clients", "8 aborted by endpoints"];
 pub(crate) const IDLE: &[&str] = &["memory, 10,000 idle"];
 
+/// Row of a contender that did not start. All rows of its front end or entry point are missing.
+pub(crate) const START: &str = "start";
+
 /// The last row: the memory of the long-running programs.
 pub(crate) const MEMORY: &str = "memory";

@@ -1,11 +1,14 @@
 //! All samples: medians, ratios, JSON.
 
+#[cfg(test)]
+pub(crate) mod example;
+
 use std::fmt;
 
 use serde_json::{Value, json};
 
 use crate::figures::{Figures, HUNG, Metric};
-use crate::names::OURS;
+use crate::names::{OURS, START};
 use crate::targets::{Bound, Target, Verdict};
 
 /// The machine of the measurements, as far as it affects the figures.
@@ -102,6 +105,8 @@ pub(crate) struct Line {
     pub metric: Metric,
     /// Samples by contender, in the order of the columns.
     values: Vec<Vec<f64>>,
+    /// Contenders with a failed measurement of the row.
+    failed: Vec<&'static str>,
 }
 
 impl Line {
@@ -128,7 +133,8 @@ impl Line {
         Some(if figure == by { 1.0 } else { figure / by })
     }
 
-    /// Returns the verdicts of this line. Targets without a measured figure have none.
+    /// Returns the verdicts of this line. Targets without a measured figure have none, except those of a contender
+    /// whose measurement failed: its other rounds do not show that the target is met.
     pub(crate) fn verdicts(&self) -> Vec<Verdict> {
         let targets = self.comparison.targets.iter();
         let own = targets.filter(|target| {
@@ -137,6 +143,13 @@ impl Line {
                 && target.metric == self.metric
         });
         own.filter_map(|target| {
+            if self.failed.contains(&target.contender) {
+                let is_comparable = target.against.is_none_or(|by| self.median(by).is_some());
+                return is_comparable.then_some(Verdict {
+                    target: *target,
+                    value: None,
+                });
+            }
             let value = match target.against {
                 Some(against) => match target.bound {
                     Bound::NoWorse { floor } => self.ratio_above(floor, target.contender, against),
@@ -144,7 +157,7 @@ impl Line {
                 },
                 None => self.median(target.contender),
             };
-            value.map(|value| Verdict {
+            value.map(|_| Verdict {
                 target: *target,
                 value,
             })
@@ -223,12 +236,20 @@ impl Report {
                         row: sample.row,
                         metric: *metric,
                         values: vec![Vec::new(); contenders.len()],
+                        failed: Vec::new(),
                     });
                 }
                 let contender = contenders.iter().position(|c| *c == sample.contender);
                 let values = lines.get_mut(at).zip(contender);
                 if let Some(values) = values.and_then(|(line, c)| line.values.get_mut(c)) {
                     values.push(*value);
+                }
+            }
+        }
+        for (sample, _) in self.failures() {
+            for line in &mut lines {
+                if line.front == sample.front && [line.row, START].contains(&sample.row) {
+                    line.failed.push(sample.contender);
                 }
             }
         }
@@ -280,7 +301,7 @@ fn line_json(line: &Line) -> Value {
             json!({
                 "contender": verdict.target.contender,
                 "target": verdict.target.to_string(),
-                "value": figure_json(Some(verdict.value)),
+                "value": figure_json(verdict.value),
                 "met": verdict.met(),
             })
         })
@@ -309,7 +330,7 @@ fn figure_json(value: Option<f64>) -> Value {
 }
 
 /// Returns the middle value, or the mean of the middle two. `None` without values.
-fn median(values: &[f64]) -> Option<f64> {
+pub(crate) fn median(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_unstable_by(f64::total_cmp);
     let upper = *sorted.get(sorted.len() / 2)?;
@@ -337,79 +358,6 @@ pub(crate) fn describe(figures: &anyhow::Result<Figures>) -> String {
             texts.join(", ")
         }
         Err(error) => format!("failed: {error:#}"),
-    }
-}
-
-/// A comparison and helpers for tests.
-#[cfg(test)]
-pub(crate) mod example {
-    use super::{Comparison, Machine, Report};
-    use crate::figures::{CPU_PER_GIB, Metric, RATE};
-    use crate::targets::{Bound, Target};
-
-    const RATE_TARGET: Target = Target {
-        front: Some("CONNECT"),
-        rows: &["download, 1 connection"],
-        metric: RATE,
-        contender: "ours",
-        against: Some("stock"),
-        bound: Bound::AtLeast(4.0),
-    };
-
-    pub(crate) static COMPARISON: Comparison = Comparison {
-        contenders: &["ours", "stock", "relay", "stock+ours", "direct"],
-        everyone_by: "stock",
-        ours_by: "relay",
-        ratios: &[
-            ("ours/st", "ours", "stock"),
-            ("s+o/st", "stock+ours", "stock"),
-            ("ours/relay", "ours", "relay"),
-        ],
-        targets: &[
-            RATE_TARGET,
-            Target {
-                metric: CPU_PER_GIB,
-                bound: Bound::AtMost(0.2),
-                ..RATE_TARGET
-            },
-        ],
-        notes: &[],
-    };
-
-    /// Returns a report with one figure per contender.
-    pub(crate) fn report(
-        comparison: &'static Comparison,
-        front: &'static str,
-        row: &'static str,
-        metric: Metric,
-        medians: &[(&'static str, f64)],
-    ) -> Report {
-        let mut report = Report::new(comparison, Machine::this(), 1, 1.0);
-        for (contender, value) in medians {
-            report.add(front, row, contender, Ok(vec![(metric, *value)]));
-        }
-        report
-    }
-
-    /// Returns the verdicts that the table prints for a line with these medians.
-    pub(crate) fn verdicts(
-        comparison: &'static Comparison,
-        front: &'static str,
-        row: &'static str,
-        metric: Metric,
-        medians: &[(&'static str, f64)],
-    ) -> Vec<(String, bool)> {
-        let lines = report(comparison, front, row, metric, medians).lines();
-        let verdicts = lines.iter().flat_map(super::Line::verdicts);
-        verdicts
-            .map(|v| (format!("{} {}", v.target.contender, v.target), v.met()))
-            .collect()
-    }
-
-    /// Returns `verdicts` in the form of [`verdicts`].
-    pub(crate) fn expected<const N: usize>(verdicts: [(&str, bool); N]) -> Vec<(String, bool)> {
-        let verdicts = verdicts.into_iter();
-        verdicts.map(|(text, met)| (text.to_owned(), met)).collect()
     }
 }
 
@@ -492,5 +440,33 @@ mod tests {
                 .all(|line| line.ratio("ours", "stock").is_none())
         );
         assert_eq!(report.json()["failures"][0]["error"], "it broke");
+    }
+
+    #[test]
+    fn contender_with_a_failed_measurement_misses_the_targets_of_the_row() {
+        let row = "download, 1 connection";
+        let figures = |rate| Ok(vec![(crate::figures::RATE, rate)]);
+        let report = |failed: &'static str, successes: u32| {
+            let mut report = Report::new(&example::COMPARISON, Machine::this(), 5, 1.0);
+            report.add("CONNECT", row, "stock", figures(100.0));
+            for _ in 0..successes {
+                report.add("CONNECT", row, "ours", figures(500.0));
+            }
+            report.add("CONNECT", failed, "ours", Err(anyhow::anyhow!("it broke")));
+            report
+        };
+        // The failure of another row has no effect.
+        for (failed, successes, is_met) in [
+            (row, 4, false),
+            (row, 0, false),
+            (START, 0, false),
+            ("upload", 4, true),
+        ] {
+            let report = report(failed, successes);
+            assert_eq!(report.meets_targets(), is_met, "{failed}, {successes}");
+            let verdict = &report.json()["lines"][0]["targets"][0];
+            assert_eq!(verdict["met"], json!(is_met));
+            assert_eq!(verdict["value"].is_null(), !is_met);
+        }
     }
 }

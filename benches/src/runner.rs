@@ -10,7 +10,7 @@ use anyhow::{Context as _, ensure};
 use tokio::time::timeout;
 
 use crate::figures::{Figures, HUNG, MEMORY_AFTER, MEMORY_START, MIB, Metric};
-use crate::names::MEMORY;
+use crate::names::{MEMORY, START};
 use crate::options::Common;
 use crate::report::{Comparison, Report, describe};
 use crate::rows::{Kind, Row};
@@ -205,12 +205,7 @@ impl<S: Scenario> Plan<'_, S> {
             match self.start(front, *contender).await {
                 Ok(instance) => instances.push(instance),
                 Err(error) => {
-                    report.add(
-                        S::front_name(front),
-                        "start",
-                        S::name(*contender),
-                        Err(error),
-                    );
+                    report.add(S::front_name(front), START, S::name(*contender), Err(error));
                 }
             }
         }

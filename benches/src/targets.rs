@@ -44,18 +44,18 @@ pub(crate) struct Target {
 pub(crate) struct Verdict {
     /// The target.
     pub target: Target,
-    /// The figure, or its ratio.
-    pub value: f64,
+    /// The figure, or its ratio. `None` if a measurement of the contender failed.
+    pub value: Option<f64>,
 }
 
 impl Verdict {
     /// Returns true if the target is met.
     pub(crate) fn met(&self) -> bool {
-        match self.target.bound {
-            Bound::AtMost(bound) => self.value <= bound,
-            Bound::AtLeast(bound) => self.value >= bound,
-            Bound::NoWorse { .. } => self.value <= SLACK,
-        }
+        self.value.is_some_and(|value| match self.target.bound {
+            Bound::AtMost(bound) => value <= bound,
+            Bound::AtLeast(bound) => value >= bound,
+            Bound::NoWorse { .. } => value <= SLACK,
+        })
     }
 }
 

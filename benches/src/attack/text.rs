@@ -105,7 +105,7 @@ fn judgement<'a>(lines: impl Iterator<Item = &'a Line>) -> String {
 mod tests {
     #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
     use super::*;
-    use crate::attack::rows::SILENT;
+    use crate::attack::rows::{NOISE, SILENT};
     use crate::attack::targets::COMPARISON;
     use crate::figures::HUNG;
     use crate::names::STOCK;
@@ -118,7 +118,7 @@ mod tests {
             let figures = vec![(GROWTH, growth), (CLIENT_P99, client)];
             report.add("agents", SILENT, contender, Ok(figures));
         }
-        report.add("agents", SILENT, OURS, Err(anyhow::anyhow!("it broke")));
+        report.add("agents", NOISE, OURS, Err(anyhow::anyhow!("it broke")));
         let text = table(&report);
         let lines: Vec<&str> = text.lines().collect();
         assert!(lines[2].contains(" 40.0") && lines[2].ends_with("MISSED MiB growth <= 32"));
@@ -127,6 +127,6 @@ mod tests {
             "{text}"
         );
         assert_eq!(lines[4], "3 of 4 targets met");
-        assert_eq!(lines[5], "FAILED agents silent, ours: it broke");
+        assert_eq!(lines[5], "FAILED agents noise, ours: it broke");
     }
 }

@@ -4,6 +4,8 @@ use std::fmt;
 
 use serde_json::{Value, json};
 
+use crate::report::median;
+
 /// Heading of the table.
 pub(super) const HEADING: &str =
     "pair         row                              unit            median        max  target";
@@ -33,7 +35,7 @@ pub(super) struct Line {
     pub samples: Vec<f64>,
     /// Errors of the other measurements.
     pub failures: Vec<String>,
-    /// Largest good median. `None` if the row has no target.
+    /// Largest good median; 0 requires 0 in every round. `None` if the row has no target.
     pub target: Option<f64>,
 }
 
@@ -64,10 +66,9 @@ impl Line {
         }
     }
 
-    /// Returns the lower median of the samples.
-    pub(super) fn median(&self) -> Option<f64> {
-        let middle = self.samples.len().saturating_sub(1) / 2;
-        self.samples.get(middle).copied()
+    /// Returns the largest sample.
+    fn max(&self) -> Option<f64> {
+        self.samples.last().copied()
     }
 
     /// Returns true if no measurement failed.
@@ -75,9 +76,16 @@ impl Line {
         self.failures.is_empty()
     }
 
-    /// Returns true if the median meets the target. Returns `None` without a target or a sample.
+    /// Returns true if no measurement failed and the median, or the largest sample for a target of 0, meets the target.
+    /// Returns `None` without a target.
     pub(super) fn is_met(&self) -> Option<bool> {
-        Some(self.median()? <= self.target?)
+        let target = self.target?;
+        let figure = if target == 0.0 {
+            self.max()
+        } else {
+            median(&self.samples)
+        };
+        Some(self.is_clean() && figure.is_some_and(|figure| figure <= target))
     }
 
     /// Returns the row for the file.
@@ -86,8 +94,8 @@ impl Line {
             "pair": self.pair,
             "row": self.row,
             "unit": self.unit,
-            "median": self.median(),
-            "max": self.samples.last(),
+            "median": median(&self.samples),
+            "max": self.max(),
             "samples": self.samples,
             "target": self.target,
             "met": self.is_met(),
@@ -112,8 +120,8 @@ impl fmt::Display for Line {
             self.pair,
             self.row,
             self.unit,
-            number(self.median()),
-            number(self.samples.last().copied()),
+            number(median(&self.samples)),
+            number(self.max()),
         )?;
         for failure in &self.failures {
             write!(f, "\nFAILED {}, {}: {failure}", self.pair, self.row)?;
@@ -130,22 +138,35 @@ mod tests {
 
     use super::*;
 
+    fn line(samples: &[f64], target: Option<f64>) -> Line {
+        let results = samples.iter().map(|sample| Ok(*sample));
+        Line::new("ours", "5 servers", "s", results, target)
+    }
+
     #[test]
     fn row_has_median_maximum_verdict_and_failures() {
-        let results = || [Ok(3.0), Ok(1.0), Err(anyhow!("it broke")), Ok(2.0)];
-        let line = |target| Line::new("ours", "5 servers", "s", results(), target);
-        let text = line(Some(2.0)).to_string();
-        let (row, failure) = text.split_once('\n').unwrap_or_default();
+        let met = line(&[3.0, 1.0, 2.0, 2.5], Some(2.25));
         assert_eq!(
-            row.split_whitespace().collect::<Vec<_>>()[4..],
-            ["2.00", "3.00", "met"]
+            met.to_string().split_whitespace().collect::<Vec<_>>()[4..],
+            ["2.25", "3.00", "met"]
         );
+        let results = || [Ok(1.0), Err(anyhow!("it broke"))];
+        let failed = |target| Line::new("ours", "5 servers", "s", results(), target);
+        let text = failed(Some(2.0)).to_string();
+        let (row, failure) = text.split_once('\n').unwrap_or_default();
+        assert!(row.ends_with("1.00       1.00  MISSED"), "{row}");
         assert_eq!(failure, "FAILED ours, 5 servers: it broke");
-        assert!(!line(None).is_clean());
-        assert_eq!(line(Some(1.9)).is_met(), Some(false));
-        assert_eq!(line(None).is_met(), None);
-        assert_eq!(line(None).json()["max"], 3.0);
-        let empty = Line::new("ours", "5 servers", "s", [], Some(1.0));
-        assert_eq!((empty.median(), empty.is_met()), (None, None));
+        assert!(!failed(None).is_clean());
+        assert_eq!(failed(None).is_met(), None);
+        assert_eq!(failed(None).json()["max"], 1.0);
+    }
+
+    #[test]
+    fn target_of_zero_is_judged_by_the_maximum_and_other_targets_by_the_median() {
+        assert_eq!(line(&[0.0, 0.0, 1.0], Some(0.0)).is_met(), Some(false));
+        assert_eq!(line(&[0.0, 0.0, 0.0], Some(0.0)).is_met(), Some(true));
+        assert_eq!(line(&[1.0, 2.0, 9.0], Some(2.0)).is_met(), Some(true));
+        assert_eq!(line(&[1.0, 3.0], Some(1.9)).is_met(), Some(false));
+        assert_eq!(line(&[], Some(1.0)).is_met(), Some(false));
     }
 }
