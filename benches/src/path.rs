@@ -4,6 +4,7 @@
 //! default, which this subcommand sets to `cubic`, the default of most distributions, or else to `reno`.
 
 mod front_door;
+mod table;
 
 use std::fmt::Write as _;
 use std::net::SocketAddr;
@@ -17,10 +18,11 @@ use culvert_kit::pki::CLUSTER_NAME;
 use culvert_tests::link::{Conditions, FAR, Link};
 use culvert_tests::namespace::{self, hosts};
 use culvert_tests::{Executable, Mode, Topology, Transport};
-use serde_json::{Value, json};
+use serde_json::json;
 use tokio::time::{sleep, timeout};
 
 use self::front_door::FrontDoor;
+use self::table::Line;
 use crate::bulk::{self, BESIDE, Bulk};
 use crate::endpoint::Endpoints;
 use crate::entry::Entry;
@@ -52,9 +54,6 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// Number of dials, one after another.
 const DIALS: u64 = 10;
 
-/// Smallest rate or speed of our programs by the stock programs.
-const TARGET: f64 = 0.95;
-
 /// Options of the subcommand.
 #[derive(Debug, Args)]
 pub(crate) struct Options {
@@ -73,6 +72,10 @@ pub(crate) struct Options {
     /// Seconds of load per measurement
     #[arg(long, value_name = "S", default_value_t = 4, value_parser = value_parser!(u64).range(1..=300))]
     seconds: u64,
+
+    /// Number of measurements per row; the table shows medians
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = value_parser!(u32).range(1..=1000))]
+    rounds: u32,
 
     /// Put a front door between the link and the server: ours for our programs, Envoy for the stock programs
     #[arg(long)]
@@ -149,6 +152,46 @@ impl Contender {
             Self::Ours(_) => "ours, auto",
             Self::Quic => "ours, QUIC",
         }
+    }
+
+    /// Measures rows. Returns a value for each metric of the rows, `None` for a failed measurement.
+    async fn measure(
+        self,
+        programs: &Programs,
+        has_door: bool,
+        rows: &[Row],
+        times: [Duration; 2],
+    ) -> anyhow::Result<Vec<Option<f64>>> {
+        let failures = |rows: &[Row]| {
+            let metrics = rows.iter().flat_map(|row| row.metrics());
+            metrics.map(|_| None).collect::<Vec<_>>()
+        };
+        let running = match self.start(programs, has_door).await {
+            Ok(running) => running,
+            Err(error) => {
+                println!("FAILED {}: {error:#}", self.name());
+                return Ok(failures(rows));
+            }
+        };
+        let endpoints = Endpoints::start().await?;
+        let target = endpoints.lean();
+        carries(&running.entry, target).await?;
+        if self == Self::Quic {
+            uses_quic(&running.topology, &running.entry, target).await?;
+        }
+        let limit = LIMIT + times.iter().sum::<Duration>();
+        let mut samples = Vec::new();
+        for row in rows {
+            let measured = timeout(limit, row.measure(&running.entry, target, times)).await;
+            match measured.context("no result in time").flatten() {
+                Ok(measured) => samples.extend(measured.into_iter().map(Some)),
+                Err(error) => {
+                    println!("FAILED {}, {row:?}: {error:#}", self.name());
+                    samples.extend(failures(&[*row]));
+                }
+            }
+        }
+        Ok(samples)
     }
 
     async fn start(self, programs: &Programs, has_door: bool) -> anyhow::Result<Running> {
@@ -286,9 +329,10 @@ pub(crate) async fn run(options: Options) -> anyhow::Result<bool> {
     ask(|| namespace::ip("link set lo up"))?.map_err(anyhow::Error::msg)?;
     ask(|| hosts(&[(CLUSTER_NAME, FAR)]))?;
     println!(
-        "{}; default {default}; link of {} Mbit/s with a queue of 100 ms, {} s per measurement",
+        "{}; default {default}; link of {} Mbit/s with a queue of 100 ms, {} x {} s per row",
         Machine::this(),
         options.rate,
+        options.rounds,
         options.seconds
     );
     let mut head = format!("{:>6} {:>6}  {:31}", "rtt ms", "loss %", "");
@@ -305,121 +349,57 @@ pub(crate) async fn run(options: Options) -> anyhow::Result<bool> {
                 rate: Some(options.rate as f64 * 1e6 / 8.0),
                 ..Conditions::default()
             };
-            let measured = measure(&options, &programs, conditions).await;
-            for (metric, values) in measured? {
-                let (text, is_met) = line(metric, &values);
-                println!("{rtt:>6} {loss:>6}  {text}");
-                clean &= values.iter().all(Option::is_some) && (is_met || !options.strict);
-                lines.push(entry_of(*rtt, *loss, metric, &values));
+            for line in measure(&options, &programs, conditions).await? {
+                println!("{rtt:>6} {loss:>6}  {line}");
+                clean &= line.is_clean() && (line.is_met() != Some(false) || !options.strict);
+                lines.push(line.json(*rtt, *loss));
             }
         }
     }
     if let Some(path) = &options.json {
         let machine = Machine::this().to_string();
-        let report = json!({ "machine": machine, "default": default, "rate_mbit": options.rate, "seconds": options.seconds, "lines": lines });
+        let report = json!({
+            "machine": machine,
+            "default": default,
+            "rate_mbit": options.rate,
+            "rounds": options.rounds,
+            "seconds": options.seconds,
+            "lines": lines,
+        });
         std::fs::write(path, format!("{report:#}\n"))
             .with_context(|| path.display().to_string())?;
     }
     Ok(clean)
 }
 
-/// The values of [`CONTENDERS`], in their order.
-type Values = Vec<Option<f64>>;
-
-/// Measures all rows under the same conditions.
+/// Measures all rows under the same conditions. Each round measures one contender after another, and begins with another
+/// contender than the round before.
 async fn measure(
     options: &Options,
     programs: &Programs,
     conditions: Conditions,
-) -> anyhow::Result<Vec<(Metric, Values)>> {
+) -> anyhow::Result<Vec<Line>> {
     let is_wanted = |metric: &Metric| metric.name.contains(&options.row);
     let mut rows = ROWS.to_vec();
     rows.retain(|row| row.metrics().iter().any(is_wanted));
     let metrics = rows.iter().flat_map(|row| row.metrics());
-    let mut lines: Vec<(Metric, Values)> = metrics.map(|metric| (*metric, Values::new())).collect();
-    let times = [
-        RAMP + 2 * RAMP_TRIPS * conditions.delay,
-        Duration::from_secs(options.seconds),
-    ];
-    for contender in CONTENDERS {
-        // The same packets are lost for every contender.
-        let _link = ask(|| Link::start(conditions, 1))?.context("cannot create the link")?;
-        let running = match contender.start(programs, options.front_door).await {
-            Ok(running) => running,
-            Err(error) => {
-                println!("FAILED {}: {error:#}", contender.name());
-                lines.iter_mut().for_each(|(_, values)| values.push(None));
-                continue;
-            }
-        };
-        let endpoints = Endpoints::start().await?;
-        let target = endpoints.lean();
-        carries(&running.entry, target).await?;
-        if contender == Contender::Quic {
-            uses_quic(&running.topology, &running.entry, target).await?;
-        }
-        let mut values = lines.iter_mut().map(|(_, values)| values);
-        for row in &rows {
-            let limit = LIMIT + times.iter().sum::<Duration>();
-            let measured = timeout(limit, row.measure(&running.entry, target, times)).await;
-            let measured = measured.context("no result in time").flatten();
-            let count = row.metrics().len();
-            let measured = match measured {
-                Ok(measured) => measured.into_iter().map(Some).collect(),
-                Err(error) => {
-                    println!("FAILED {}, {row:?}: {error:#}", contender.name());
-                    vec![None; count]
-                }
-            };
-            for (values, measured) in values.by_ref().take(count).zip(measured) {
-                values.push(measured);
+    let mut lines: Vec<Line> = metrics.map(|metric| Line::new(*metric)).collect();
+    let mut order: Vec<(usize, Contender)> = CONTENDERS.into_iter().enumerate().collect();
+    for round in 1..=options.rounds {
+        for (index, contender) in &order {
+            // The same packets are lost for every contender of a round.
+            let link = ask(|| Link::start(conditions, round.into()))?;
+            let _link = link.context("cannot create the link")?;
+            let times = [
+                RAMP + 2 * RAMP_TRIPS * conditions.delay,
+                Duration::from_secs(options.seconds),
+            ];
+            let measuring = contender.measure(programs, options.front_door, &rows, times);
+            for (line, sample) in lines.iter_mut().zip(measuring.await?) {
+                line.add(*index, sample);
             }
         }
+        order.rotate_left(1);
     }
     Ok(lines)
-}
-
-/// Formats a row. The second value is true if our programs with `auto` meet the target, or if there is nothing to compare.
-fn line(metric: Metric, values: &[Option<f64>]) -> (String, bool) {
-    let mut text = format!("{:31}", metric.name);
-    for value in values {
-        let value = value.map_or_else(|| "failed".to_owned(), |value| format!("{value:.2}"));
-        let _ = write!(text, " {value:>13}");
-    }
-    let [_, Some(auto), _, Some(stock)] = *values else {
-        return (text, true);
-    };
-    let by = match metric.higher_is_better {
-        true => auto / stock,
-        false => stock / auto,
-    };
-    let is_met = by >= TARGET;
-    let verdict = if is_met { "met" } else { "MISSED" };
-    let _ = write!(text, " {by:>9.2}  {verdict}");
-    (text, is_met)
-}
-
-fn entry_of(rtt: u64, loss: f64, metric: Metric, values: &[Option<f64>]) -> Value {
-    let samples = CONTENDERS.iter().zip(values);
-    let samples: serde_json::Map<String, Value> = samples
-        .map(|(contender, value)| (contender.name().to_owned(), json!(value)))
-        .collect();
-    json!({ "rtt_ms": rtt, "loss_percent": loss, "row": metric.name, "values": samples })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn larger_rates_and_smaller_times_meet_the_target() {
-        let [rate, time] = [Metric::higher("rate"), Metric::lower("time")];
-        let values = [Some(1.0), Some(2.0), None, Some(4.0)];
-        let (text, is_met) = line(rate, &values);
-        assert!(!is_met && text.ends_with("0.50  MISSED"), "{text}");
-        let (text, is_met) = line(time, &values);
-        assert!(is_met && text.ends_with("2.00  met"), "{text}");
-        let (text, _) = line(time, &[None, Some(3.0), Some(2.0), None]);
-        assert!(text.ends_with("2.00        failed"), "{text}");
-    }
 }
