@@ -31,7 +31,6 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum as _};
 use culvert_tests::envoy::Envoy;
-use culvert_tests::interop::Interop;
 use culvert_tests::namespace;
 use culvert_tests::openvpn::OpenVpn;
 
@@ -42,6 +41,7 @@ use self::stage::{Make, Stage};
 use crate::figures::Figures;
 use crate::memory;
 use crate::names::{OURS, STOCK};
+use crate::openvpn::again_with_konnectivity;
 use crate::options::Common;
 use crate::programs::Programs;
 use crate::report::{Comparison, Report};
@@ -82,14 +82,12 @@ pub(crate) struct Options {
     contenders: Vec<String>,
 }
 
-/// Runs the whole command again inside namespaces, as [`crate::openvpn::again`]. Installs the stock programs
-/// first.
+/// Runs the whole command again inside namespaces, as [`again_with_konnectivity`]. Installs Envoy first, too.
 pub(crate) async fn again() -> anyhow::Result<Option<ExitCode>> {
     if !namespace::is_inside() {
         Envoy::get();
-        Interop::get();
     }
-    crate::openvpn::again().await
+    again_with_konnectivity().await
 }
 
 /// Makes all attacks and writes the report. Returns true if no measurement failed, and, with `--strict`, no target

@@ -113,12 +113,12 @@ fn main() -> ExitCode {
     let again = runtime.block_on(async {
         match &command {
             Command::Openvpn(_) => openvpn::again_with_stock().await,
-            Command::Silence(_) | Command::Path(_) => openvpn::again().await,
-            Command::Attack(_) => attack::again().await,
-            Command::Tunnel(_) | Command::Door(_) | Command::Fleet(_) | Command::Soak(_) => {
-                Ok(None)
+            Command::Silence(_) | Command::Path(_) | Command::Soak(_) => {
+                openvpn::again_with_konnectivity().await
             }
         }
+            Command::Attack(_) => attack::again().await,
+            Command::Tunnel(_) | Command::Door(_) | Command::Fleet(_) => Ok(None),
     });
     match again {
         Ok(None) => {}

@@ -29,7 +29,7 @@ use tokio::time::sleep;
 use self::contenders::{CONTENDERS, Contender, Pair};
 pub(crate) use self::contenders::{Files, Proto, server_words};
 pub(crate) use self::ground::Ground;
-pub(crate) use self::ground::{again, again_with_stock, own_address};
+pub(crate) use self::ground::{again_with_konnectivity, again_with_stock, own_address};
 pub(crate) use self::probe::connected;
 use self::rows::{
     CLIENT_AFTER, CLIENT_START, FRONT, Kind, RESENT, ROWS, SERVER_AFTER, SERVER_START,

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, anyhow, bail, ensure};
 use culvert_tests::Program;
+use culvert_tests::interop::Interop;
 use culvert_tests::namespace::{self, ip};
 use culvert_tests::openvpn::{Namespace, OpenVpn};
 use culvert_tests::ports::Ports;
@@ -42,6 +43,14 @@ pub(crate) async fn again_with_stock() -> anyhow::Result<Option<ExitCode>> {
         Ok(_) => again().await,
         Err(_) => Ok(None),
     }
+}
+
+/// Does the same as [`again`], but builds the stock server and agent first.
+pub(crate) async fn again_with_konnectivity() -> anyhow::Result<Option<ExitCode>> {
+    if !namespace::is_inside() {
+        Interop::get();
+    }
+    again().await
 }
 
 /// Runs the whole command again inside namespaces, and returns its exit code. Returns `None` inside the

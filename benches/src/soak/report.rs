@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::report::{Machine, number};
 use crate::soak::konnectivity::STOCK;
-use crate::soak::ledger::Account;
+use crate::soak::ledger::{Account, Path};
 use crate::soak::lives::Trend;
 
 /// Largest slopes that count as flat, per minute, and the minutes of samples that a judgement needs.
@@ -26,6 +26,8 @@ pub(super) struct Outcome {
     pub seed: u64,
     /// Time of the load.
     pub time: Duration,
+    /// Paths with load.
+    pub paths: Vec<Path>,
     /// Connections, failures and events.
     pub account: Account,
     /// Programs.
@@ -35,11 +37,24 @@ pub(super) struct Outcome {
 }
 
 impl Outcome {
-    /// Returns true without wrong bytes, without unexplained failures, and if no program of ours grows.
+    /// Returns true without wrong bytes, without failures, and if no program of ours grows.
     pub(super) fn is_clean(&self) -> bool {
         let mut trends = self.trends.iter();
         let grows = trends.any(|(program, trend)| program != STOCK && verdict(trend) == GROWS);
-        self.account.wrong.is_empty() && self.account.failures.is_empty() && !grows
+        self.account.wrong.is_empty() && self.failures().is_empty() && !grows
+    }
+
+    /// Returns the unexplained failures, and each part of the run that did nothing.
+    fn failures(&self) -> Vec<String> {
+        let done = |path: &Path| {
+            let tally = self.account.tallies.get(path);
+            tally.is_some_and(|tally| tally.done > 0)
+        };
+        let idle = self.paths.iter().filter(|path| !done(path));
+        let idle = idle.map(|path| format!("no connection of {} succeeded", path.name()));
+        let attacks = (self.attacks == 0).then(|| "no attacker connected".to_owned());
+        let failures = self.account.failures.iter().cloned();
+        failures.chain(idle).chain(attacks).collect()
     }
 
     /// Returns the result as JSON.
@@ -80,7 +95,7 @@ impl Outcome {
             "paths": paths.collect::<serde_json::Map<_, _>>(),
             "programs": programs.collect::<serde_json::Map<_, _>>(),
             "wrong": account.wrong,
-            "failures": account.failures,
+            "failures": self.failures(),
             "events": events.collect::<Vec<_>>(),
         })
     }
@@ -153,31 +168,38 @@ impl fmt::Display for Outcome {
         for wrong in &account.wrong {
             writeln!(f, "WRONG {wrong}")?;
         }
-        for failure in &account.failures {
+        let failures = self.failures();
+        for failure in &failures {
             writeln!(f, "FAILED {failure}")?;
         }
         writeln!(
             f,
             "{} wrong, {} unexplained failures",
             account.wrong.len(),
-            account.failures.len()
+            failures.len()
         )
     }
 }
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::indexing_slicing)]
+    #![allow(clippy::expect_used, clippy::indexing_slicing)]
     use super::*;
-    use crate::soak::ledger::Ledger;
+    use crate::soak::ledger::{Ledger, Tally};
 
+    /// Returns the result of a run with one connection of one path.
     fn outcome(trend: Trend) -> Outcome {
+        let ledger = Ledger::new(5);
+        let plan = ledger.plan();
+        ledger.begins(Path::Sni, &plan);
+        ledger.succeeds(&plan, Duration::ZERO);
         Outcome {
             seed: 5,
             time: Duration::from_secs(60),
-            account: Ledger::new(5).account(),
+            paths: vec![Path::Sni],
+            account: ledger.account(),
             trends: BTreeMap::from([("agent 0".to_owned(), trend)]),
-            attacks: 0,
+            attacks: 1,
         }
     }
 
@@ -220,5 +242,28 @@ mod tests {
             (&json!(5), &json!("it hung"))
         );
         assert_eq!(json["programs"]["agent 0"]["verdict"], "flat");
+    }
+
+    #[test]
+    fn run_without_connections_of_a_path_or_without_attacks_fails() {
+        let mut idle = outcome(trend(8.0, 0.0));
+        idle.paths.push(Path::Node);
+        assert!(!idle.is_clean());
+        let text = idle.to_string();
+        assert!(
+            text.contains("FAILED no connection of node succeeded"),
+            "{text}"
+        );
+        let mut failed = outcome(trend(8.0, 0.0));
+        let tally = failed.account.tallies.get_mut(&Path::Sni);
+        *tally.expect("a tally") = Tally {
+            explained: 9,
+            ..Tally::default()
+        };
+        assert!(!failed.is_clean());
+        let mut calm = outcome(trend(8.0, 0.0));
+        calm.attacks = 0;
+        assert!(!calm.is_clean());
+        assert_eq!(calm.json()["failures"][0], "no attacker connected");
     }
 }
