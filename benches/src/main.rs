@@ -64,6 +64,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use clap::Parser;
+use tokio::signal::unix::{SignalKind, signal};
 
 use self::tunnel::bare;
 
@@ -116,9 +117,9 @@ fn main() -> ExitCode {
             Command::Silence(_) | Command::Path(_) | Command::Soak(_) => {
                 openvpn::again_with_konnectivity().await
             }
-        }
             Command::Attack(_) => attack::again().await,
             Command::Tunnel(_) | Command::Door(_) | Command::Fleet(_) => Ok(None),
+        }
     });
     match again {
         Ok(None) => {}
@@ -141,10 +142,12 @@ fn main() -> ExitCode {
         }
     };
     let run = async {
+        let mut terminated = signal(SignalKind::terminate())?;
         // Dropping a program kills it. On SIGINT alone, one of the programs would drain forever.
         tokio::select! {
             clean = work => clean,
             _ = tokio::signal::ctrl_c() => anyhow::bail!("interrupted"),
+            _ = terminated.recv() => anyhow::bail!("terminated"),
         }
     };
     match runtime.block_on(run) {
