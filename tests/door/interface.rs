@@ -11,6 +11,7 @@ use culvert_kit::services::Services;
 use culvert_node_tunnel::app::{Bound, InterfaceOnly};
 use culvert_node_tunnel::config::{Config, PROGRAM};
 use culvert_node_tunnel::interface::KIND;
+use culvert_tests::envoy::skip_for_kernel;
 use culvert_tests::metrics::{http_get, scrape};
 use culvert_tests::namespace::{alone, ip};
 use culvert_tests::process::ours;
@@ -69,10 +70,11 @@ fn kind() -> &'static str {
 
 /// Returns true if the kernel supports the interface kind of the programs. Otherwise prints a line to stderr.
 fn has_programs_kind() -> bool {
-    if !has_kind(KIND) {
-        eprintln!("skipped: this kernel has no {KIND} interfaces");
+    let found = has_kind(KIND);
+    if !found {
+        skip_for_kernel(&format!("this kernel has no {KIND} interfaces"));
     }
-    has_kind(KIND)
+    found
 }
 
 /// Creates the interface like another program.

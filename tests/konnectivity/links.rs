@@ -7,6 +7,7 @@ use culvert_kit::check;
 use culvert_kit::client::BoxedStream;
 use culvert_kit::pki::CLUSTER_NAME;
 use culvert_kit::services::Services;
+use culvert_tests::envoy::skip_for_kernel;
 use culvert_tests::link::{self, Conditions, FAR, Link, most_unsent_bytes, slow_path};
 use culvert_tests::namespace::{alone, hosts};
 use culvert_tests::{Mode, Topology, Transport};
@@ -130,7 +131,7 @@ fn link_along_a_long_path_gets_a_larger_send_buffer_with_bbr_only() {
                 let stream = TcpStream::connect((host, port)).await.unwrap();
                 let socket = SockRef::from(&stream);
                 if socket.set_tcp_congestion(control.as_bytes()).is_err() {
-                    eprintln!("skipped: the kernel does not permit {control}");
+                    skip_for_kernel(&format!("this kernel does not permit {control}"));
                     continue;
                 }
                 let before = socket.send_buffer_size().unwrap();
