@@ -13,7 +13,7 @@ use crate::support::{Door, Http2, Upstream};
 
 /// Number of connections, and the most memory of each, in bytes.
 const CONNECTIONS: u64 = 100;
-const MOST_BYTES: u64 = 512 << 10;
+const MOST_BYTES: u64 = 384 << 10;
 
 /// Number of requests on each connection: the limit of HTTP/2 streams.
 const REQUESTS: u32 = 1024;
