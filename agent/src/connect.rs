@@ -1,6 +1,8 @@
 //! An attempt to reach a server: TCP or an outbound proxy, TLS, HTTP/2, the `Connect` call. Every step has a
 //! time limit, so a silent server cannot block the search for more servers.
 
+mod error;
+
 use std::net::SocketAddr;
 use std::os::fd::AsFd as _;
 use std::pin::Pin;
@@ -16,19 +18,20 @@ use culvert_host::net::readahead::ReadAhead;
 use culvert_host::net::{dial, long_path};
 use culvert_host::tls;
 use culvert_host::tls::reload::{ClientFiles, ClientTls};
-use culvert_konnectivity::grpc::{self, CallError, PacketBody, Piece, Reader, SendLimits};
+use culvert_konnectivity::grpc::{self, PacketBody, Piece, Reader, SendLimits};
 use culvert_konnectivity::message::{HALF_CLOSE_HEADER, Message};
 use culvert_konnectivity::metrics::Segment;
 use culvert_konnectivity::queue;
 use culvert_native as native;
 use culvert_native::COUNT_PUSHED_HEADER;
-use culvert_native::hello::{self, Answer, HelloError};
+use culvert_native::hello::{self, Answer};
 use culvert_native::link::{AGENT_SEND_BYTES, Opener, Requests, Taker, TakerLimits};
 use culvert_native::resume::{self, MaybeResumable, Process, ResumableIo};
 use culvert_native::window::{Inbound, PING_TIMEOUT, Pings, WindowProfile};
 use futures_util::Stream;
 use rustls_pki_types::ServerName;
 use tokio::net::TcpStream;
+use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout_at};
 use tokio_rustls::TlsConnector;
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
@@ -40,13 +43,15 @@ use crate::addresses::{Addresses, Via};
 use crate::agent::Agent;
 use crate::config::{Config, LinkTransport};
 use crate::files::{Files, Reloader};
-use crate::introduction::{IntroductionError, metadata, server_of};
+use crate::introduction::{metadata, server_of};
 use crate::link::{ResumableLink, Tls};
 use crate::metrics::AgentMetrics;
 use crate::packet::OUTGOING_BYTES;
 use crate::process::this_process;
 use crate::quic::{Offer, Origin, Second};
 use crate::search::Unanswered;
+
+pub(crate) use self::error::ConnectError;
 
 /// Longest duration of one attempt: grpc-go's minimum connect timeout.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
@@ -125,38 +130,6 @@ pub(crate) enum Transport {
         /// Right to resume the link; `None` if the server does not resume links.
         link: Option<ResumableLink>,
     },
-}
-
-/// Reason why an attempt failed.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum ConnectError {
-    /// The server cannot be reached.
-    #[error("cannot reach the server: {0}")]
-    Unreachable(String),
-    /// The outbound proxy from the environment does not work.
-    #[error("cannot reach the server through the proxy of HTTPS_PROXY: {0}")]
-    Proxy(String),
-    /// The TLS handshake failed.
-    #[error("TLS handshake with the server failed: {0}")]
-    Tls(String),
-    /// The server does not support HTTP/2.
-    #[error("the server does not support HTTP/2: {0}")]
-    Http(String),
-    /// The agent cannot introduce itself.
-    #[error(transparent)]
-    Own(#[from] IntroductionError),
-    /// The server refused the call.
-    #[error("the server refused this agent: {0}")]
-    Refused(#[from] CallError),
-    /// The server rejected the introduction.
-    #[error("the server refused this agent: {0}")]
-    Introduction(#[from] HelloError),
-    /// The server's answer lacks required headers, or a header value is invalid.
-    #[error("{0}")]
-    Answer(String),
-    /// A step took too long.
-    #[error("timed out after {s} s while {0}", s = CONNECT_TIMEOUT.as_secs())]
-    TimedOut(&'static str),
 }
 
 // === impl Connector ===
@@ -278,10 +251,22 @@ impl Connector {
         let inbound = Arc::new(Inbound::new(WindowProfile::Packets));
         // The agent has verified the server's certificate.
         inbound.admit();
-        let requests = timeout_at(deadline, self.http(tls, inbound.clone(), ended.clone()))
-            .await
-            .map_err(within("waiting for the HTTP/2 preface"))??;
-        timeout_at(deadline, self.call(requests, metadata, inbound, ended))
+        let (requests, broken) =
+            timeout_at(deadline, self.http(tls, inbound.clone(), ended.clone()))
+                .await
+                .map_err(within("waiting for the HTTP/2 preface"))??;
+        let called = async {
+            match self.call(requests, metadata, inbound, ended).await {
+                // The call learns only that the connection is gone.
+                Err(ConnectError::Ended(why)) => {
+                    let error = broken.await.unwrap_or_default();
+                    let refused = ConnectError::refused_certificate(&error);
+                    Err(refused.unwrap_or(ConnectError::Ended(why)))
+                }
+                called => called,
+            }
+        };
+        timeout_at(deadline, called)
             .await
             .map_err(within("waiting for the server's answer"))?
     }
@@ -442,12 +427,13 @@ impl Connector {
         })))
     }
 
+    /// Starts HTTP/2. Returns also the receiver of the error with which the connection ends, if any.
     async fn http(
         &self,
         tls: Tls,
         inbound: Arc<Inbound>,
         ended: CancellationToken,
-    ) -> Result<Requests<Piece>, ConnectError> {
+    ) -> Result<(Requests<Piece>, oneshot::Receiver<String>), ConnectError> {
         if tls.get_ref().1.alpn_protocol().is_none() {
             return Err(ConnectError::Http(
                 "no ALPN protocol was negotiated; does the port belong to a Konnectivity server?"
@@ -461,15 +447,18 @@ impl Connector {
         let opened = Opener::for_packets(tls, inbound, pings).await;
         let (requests, mut opener) =
             opened.map_err(|error| ConnectError::Http(error.to_string()))?;
+        let (broke, broken) = oneshot::channel();
         self.agent.tasks.spawn(async move {
             tokio::select! {
                 ended = opener.run() => if let Err(error) = ended {
                     debug!(%error, "the connection to a server broke");
+                    // Nothing waits for the error of an accepted agent.
+                    let _ = broke.send(error);
                 },
                 () = ended.cancelled() => {}
             }
         });
-        Ok(requests)
+        Ok((requests, broken))
     }
 
     async fn call(

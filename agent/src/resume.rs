@@ -237,7 +237,7 @@ async fn attempt(
         ResumeAnswer::Over => Reached::Over,
         ResumeAnswer::Other => Reached::Other,
         ResumeAnswer::Refused(text) => {
-            return Err(ConnectError::Introduction(hello::HelloError::Refused(text)));
+            return Err(ConnectError::refused(&text));
         }
     })
 }

@@ -4,6 +4,7 @@ use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use culvert_host::tls::{Identity, TlsOptions, TrustBundle, server_config};
 use culvert_kit::pki::{self, Pair};
 use culvert_kit::services::Services;
 use culvert_native::{COUNT_PUSHED_HEADER, hello, resume};
@@ -153,7 +154,7 @@ async fn agent_logs_a_refusal_and_keeps_retrying() {
             "HTTP/1.1 101 Switching Protocols\r\nservercount: 1\r\n\r\n",
             "expected one server ID in the context, got []",
         ),
-        ("", "unexpected end of file"),
+        ("", "the connection ended before the server's answer"),
     ] {
         let (mut stream, _) = server.agent().await;
         stream.write_all(answer.as_bytes()).await.unwrap();
@@ -173,6 +174,31 @@ async fn agent_logs_a_refusal_and_keeps_retrying() {
     lone.shows("open_server_connections", 1.0).await;
     driving.abort();
     lone.shows("open_server_connections", 0.0).await;
+}
+
+#[tokio::test]
+async fn agent_that_lacks_a_client_certificate_names_its_flags() {
+    let mut lone = Lone::new();
+    let Pair { cert, key } = &lone.pki.cluster;
+    let identity = Identity::load(cert, key).unwrap();
+    let trust = TrustBundle::load(&lone.pki.ca).unwrap();
+    for transport in [ALPN, "h2"] {
+        let options = TlsOptions::default();
+        let config = server_config(&identity, Some(&trust), &[transport.as_bytes()], &options);
+        let tls = TlsAcceptor::from(config.unwrap());
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let flag = format!("--proxy-server-port={port}");
+        lone.start(&[&flag, "--agent-cert=", "--agent-key="], &[]);
+        let (socket, _) = timely("an agent", listener.accept()).await.unwrap();
+        let refused = timely("TLS", tls.accept(socket).into_fallible()).await;
+        // A close with unread bytes would reset the connection, and the agent might lose the alert.
+        let (_error, _socket) = refused.expect_err("an agent with a certificate");
+        let told = "TLS handshake with the server failed: the peer requires a client certificate";
+        let line = lone.program().wait_for_log(told, LIMIT).await;
+        assert!(line.contains("(--agent-cert, --agent-key)"), "{line}");
+        lone.kill();
+    }
 }
 
 #[tokio::test]

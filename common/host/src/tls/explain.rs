@@ -29,6 +29,13 @@ pub fn explain(error: &io::Error) -> String {
     }
 }
 
+/// Explains the alert of a server that refused our certificate, from the text of an error; `None` for other errors. In
+/// TLS 1.3 a client receives such an alert after its own handshake, and h2 passes on only the text of an error.
+pub fn explain_refusal(text: &str) -> Option<String> {
+    let is_refusal = |alert: &AlertDescription| text == Error::AlertReceived(*alert).to_string();
+    REFUSALS.into_iter().find(is_refusal).map(alert_received)
+}
+
 /// Explains a rustls error: the cause, and in common cases the remedy.
 pub fn explain_tls(error: &Error) -> String {
     match error {
@@ -56,6 +63,19 @@ pub fn explain_tls(error: &Error) -> String {
 
 const ALPN_MISMATCH: &str = "no common application protocol (ALPN); gRPC peers must offer `h2`, \
                              and HTTP CONNECT clients `http/1.1`: is this the right port?";
+
+/// Alerts about the certificate of the receiver.
+const REFUSALS: [AlertDescription; 9] = [
+    AlertDescription::CertificateRequired,
+    AlertDescription::BadCertificate,
+    AlertDescription::UnsupportedCertificate,
+    AlertDescription::CertificateRevoked,
+    AlertDescription::CertificateExpired,
+    AlertDescription::CertificateUnknown,
+    AlertDescription::UnknownCA,
+    AlertDescription::AccessDenied,
+    AlertDescription::DecryptError,
+];
 
 fn certificate(problem: &CertificateError) -> String {
     match problem {
@@ -162,8 +182,13 @@ fn alert_received(alert: AlertDescription) -> String {
              certificate from a CA in that bundle"
                 .to_owned()
         }
-        AlertDescription::BadCertificate | AlertDescription::UnsupportedCertificate => {
+        AlertDescription::BadCertificate => {
             "the peer refused our certificate, or we presented none; the peer's log has the reason".to_owned()
+        }
+        AlertDescription::UnsupportedCertificate => {
+            "the peer refused the purpose or the type of our certificate; a client certificate needs the \
+             extended key usage clientAuth, a server certificate serverAuth"
+                .to_owned()
         }
         AlertDescription::CertificateExpired => {
             "the peer reports that our certificate has expired; renew it, or check both clocks"

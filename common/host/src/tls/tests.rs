@@ -376,6 +376,25 @@ async fn a_certificate_for_another_purpose_is_refused() {
 }
 
 #[tokio::test]
+async fn client_learns_after_its_handshake_that_its_certificate_was_refused() {
+    let ca = Authority::new("ca");
+    let mut params = CertificateParams::new(vec!["localhost".into()]).unwrap();
+    params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+    let wrong = ca.issue("wrong", params).load();
+    let server = mutual_server(&ca, &ca.leaf("server").load());
+    for (identity, expected) in [
+        (None, "requires a client certificate"),
+        (Some(&wrong), "clientAuth"),
+    ] {
+        let outcome = handshake(server.clone(), client_of(&ca, identity)).await;
+        let error = outcome.client.unwrap_err().to_string();
+        let advice = explain_refusal(&error).unwrap();
+        assert!(advice.contains(expected), "{advice}");
+    }
+    assert_eq!(explain_refusal("unexpected end of file"), None);
+}
+
+#[tokio::test]
 async fn v1_certificates_work_as_our_identity_and_are_refused_from_peers() {
     let ca = Authority::new("ca");
     let v1 = ca.v1_leaf("v1").load();
