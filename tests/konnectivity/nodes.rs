@@ -323,6 +323,9 @@ async fn nodes_stay_known_while_the_api_is_gone() {
     // The cut watch and the refused retries have different errors, and each new error is logged.
     let log = tunnel.server.log();
     assert!(tunnel.told("cannot watch Nodes") <= 4, "{log}");
+    assert!(tunnel.told("of --kubeconfig") > 0, "{log}");
+    // The Kubernetes client logs each failed request itself.
+    assert_eq!(tunnel.told("failed with error"), 0, "{log}");
 
     tunnel.api.expire(Gone::Http);
     tunnel.api.clear_faults();

@@ -14,7 +14,6 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use anyhow::Context as _;
 use culvert_host::reload::{Latest, Reloader};
 use culvert_host::telemetry::metrics::LabelSet;
 use futures_util::future::BoxFuture;
@@ -52,8 +51,9 @@ where
     F: LabelSet + Send + Sync + 'static,
 {
     let Some(path) = kubeconfig else {
-        let config = kube::Config::incluster()
-            .context("no Kubernetes account: run in a pod, or give --kubeconfig")?;
+        let config = kube::Config::incluster().map_err(|error| {
+            anyhow::anyhow!("no Kubernetes account: {error}; run in a pod, or give --kubeconfig")
+        })?;
         return Ok(paced(connect(config, None)?));
     };
     let latest = reloader.follow_slow(files, Account::new(path)).await?;
@@ -99,6 +99,14 @@ struct Access {
     server: http::Uri,
 }
 
+/// Error of a request without an answer.
+#[derive(Debug, thiserror::Error)]
+#[error("no answer from the Kubernetes API {server} of --kubeconfig")]
+struct Unanswered {
+    server: http::Uri,
+    source: tower::BoxError,
+}
+
 /// Sends each request with the latest client.
 struct Following {
     latest: Latest<Access>,
@@ -136,7 +144,13 @@ impl Service<Request<Body>> for Following {
         let may_send = self.may_send(&request, &server);
         Box::pin(async move {
             if may_send {
-                return client.send(request).await;
+                let sent = client.send(request).await;
+                return sent.map_err(|error| match error {
+                    kube::Error::Service(source) => {
+                        kube::Error::Service(Unanswered { server, source }.into())
+                    }
+                    error => error,
+                });
             }
             let why = format!("the kubeconfig now names the API server {server}; listing again");
             let status = Status::failure(&why, "Expired").with_code(410);
@@ -187,10 +201,14 @@ fn connect(mut config: kube::Config, cluster: Option<&Cluster>) -> anyhow::Resul
 }
 
 /// Returns an error without lines of the file. The parser's text shows the lines around an error, and a token may
-/// be in these lines.
+/// be in these lines. Other texts contain their cause, which is therefore not the source of the returned error.
 fn without_content(error: KubeconfigError) -> anyhow::Error {
-    let KubeconfigError::Parse(error) = error else {
-        return error.into();
+    let error = match error {
+        KubeconfigError::Parse(error) => error,
+        KubeconfigError::CurrentContextNotSet => {
+            return anyhow::anyhow!("no current-context is set; is the file a kubeconfig?");
+        }
+        error => return anyhow::Error::msg(error),
     };
     match error.location() {
         Some(at) => anyhow::anyhow!(

@@ -54,8 +54,8 @@ const OWN_TARGET: &str = "culvert";
 /// own code logs the failure once.
 const WATCHES_TARGET: &str = "kube_runtime";
 
-/// Log target of the Kubernetes client, which logs whole answers that cannot be decoded. The answer to a token review
-/// contains the token. Our own code logs the error.
+/// Log target of the Kubernetes client, which logs whole answers that cannot be decoded, as warnings. The answer to a token
+/// review contains the token. The library logs an error at every request that fails; our own code logs the failure once.
 const CLIENT_TARGET: &str = "kube_client::client";
 
 /// Verbosity from which other crates' lines are not limited to warnings.
@@ -181,15 +181,15 @@ where
         4 => LevelFilter::DEBUG,
         5.. => LevelFilter::TRACE,
     };
-    let (others, watches) = if config.verbosity >= OTHERS_FROM {
-        (own, own)
+    let (others, watches, client) = if config.verbosity >= OTHERS_FROM {
+        (own, own, LevelFilter::ERROR)
     } else {
-        (LevelFilter::WARN, LevelFilter::ERROR)
+        (LevelFilter::WARN, LevelFilter::ERROR, LevelFilter::OFF)
     };
     let filter = Targets::new()
         .with_default(others)
         .with_target(WATCHES_TARGET, watches)
-        .with_target(CLIENT_TARGET, LevelFilter::ERROR)
+        .with_target(CLIENT_TARGET, client)
         .with_target(OWN_TARGET, own);
     let lines = lines(config, writer).with_filter(filter.and(Limited(limit)));
     tracing_subscriber::registry().with(lines)

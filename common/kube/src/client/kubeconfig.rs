@@ -63,7 +63,7 @@ impl Account {
     fn access(&self) -> anyhow::Result<Loaded<Access>> {
         let file = self.read()?;
         let cluster = current(&file).0.cloned();
-        let mut config = kube::Config::try_from(file)?;
+        let mut config = kube::Config::try_from(file).map_err(without_content)?;
         anyhow::ensure!(
             config.root_cert.as_ref().is_none_or(|ca| !ca.is_empty()),
             "the certificate authority has no certificate; expected PEM with -----BEGIN CERTIFICATE-----"

@@ -98,6 +98,47 @@ async fn error_about_a_kubeconfig_does_not_show_its_secrets() {
 }
 
 #[tokio::test]
+async fn error_about_a_kubeconfig_has_its_cause_once_and_a_remedy() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("kubeconfig");
+    let lacks_ca = "{server: https://127.0.0.1:1, certificate-authority: no-such.pem}";
+    for (text, expected) in [
+        (
+            "some: file\n".to_owned(),
+            ": no current-context is set; is the file a kubeconfig?",
+        ),
+        (
+            kubeconfig(lacks_ca, "{token: t}"),
+            "No such file or directory (os error 2)",
+        ),
+    ] {
+        std::fs::write(&path, text).unwrap();
+        let (mut reloader, _) = reloader();
+        let error = client(Some(&path), &mut reloader, Files::Kubeconfig).await;
+        let error = error.err().map(|error| format!("{error:#}")).unwrap();
+        assert!(error.ends_with(expected), "{error}");
+        assert_eq!(error.matches(expected).count(), 1, "{error}");
+    }
+}
+
+#[tokio::test]
+async fn error_of_an_unreachable_api_has_its_url() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("kubeconfig");
+    std::fs::write(
+        &path,
+        kubeconfig("{server: http://127.0.0.1:1}", "{token: t}"),
+    )
+    .unwrap();
+    let request = Request::get("/x").body(Vec::new()).unwrap();
+    let error = client_of(&path).await.request_text(request).await;
+    let error = error.unwrap_err();
+    let expected = "the Kubernetes API http://127.0.0.1:1/ of --kubeconfig";
+    assert!(error.to_string().ends_with(expected), "{error}");
+    assert!(root(&error).contains("refused"), "{}", root(&error));
+}
+
+#[tokio::test]
 async fn next_request_after_a_change_uses_the_new_kubeconfig() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("kubeconfig");

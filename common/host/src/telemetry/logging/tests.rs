@@ -79,6 +79,18 @@ fn answers_of_the_kubernetes_api_are_not_logged_at_any_verbosity() {
 }
 
 #[test]
+fn failed_requests_of_the_kubernetes_client_are_logged_only_with_other_details() {
+    let failed = || error!(target: "kube_client::client::builder", "failed with error");
+    for (verbosity, count) in [(4, 0), (7, 0), (8, 1)] {
+        let config = LogConfig {
+            verbosity,
+            ..bare()
+        };
+        assert_eq!(logged(&config, failed).lines().count(), count);
+    }
+}
+
+#[test]
 fn text_line_has_header_message_and_fields() {
     let line = logged(&LogConfig::default(), || {
         info!(attempt = 2, "agent connected")
