@@ -130,6 +130,8 @@ label_values! {
         TooManyConnections = "too_many_connections",
         /// Authentication failed.
         Unauthenticated = "unauthenticated",
+        /// The review of a token had no outcome.
+        ReviewFailed = "review_failed",
         /// A PROXY protocol header was missing, malformed, or came from an unexpected address.
         ProxyHeader = "proxy_header",
     }

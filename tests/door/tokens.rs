@@ -190,8 +190,8 @@ impl Cluster {
         calls.join_all().await
     }
 
-    async fn refused(&self) -> f64 {
-        let labels = [("listener", "agent"), ("reason", "unauthenticated")];
+    async fn refused(&self, reason: &str) -> f64 {
+        let labels = [("listener", "agent"), ("reason", reason)];
         let metrics = scrape(self.health).await.unwrap();
         metrics
             .value("culvert_rejected_total", &labels)
@@ -318,7 +318,7 @@ async fn every_other_token_is_refused_and_both_ends_log_the_reason() {
     let mut cluster = Cluster::ours().await;
     for (token, status, text) in table() {
         cluster.api.token(token, status);
-        let before = cluster.refused().await;
+        let before = cluster.refused("unauthenticated").await;
         let agent = cluster.agent(Path::new("culvert-agent"), token);
         let wanted = text.replace('"', "\\\"");
         let says = async |program: &Program, who: &str| {
@@ -333,13 +333,13 @@ async fn every_other_token_is_refused_and_both_ends_log_the_reason() {
         };
         says(&agent, "the agent").await;
         says(&cluster.server, "the server").await;
-        assert!(cluster.refused().await > before, "{token}");
+        assert!(cluster.refused("unauthenticated").await > before, "{token}");
     }
     if let Some(interop) = Interop::get() {
-        let before = cluster.refused().await;
+        let before = cluster.refused("unauthenticated").await;
         let _stock = cluster.agent(&interop.proxy_agent, "expired");
         eventually("the stock agent is refused", LIMIT, async || {
-            cluster.refused().await > before
+            cluster.refused("unauthenticated").await > before
         })
         .await;
     }
@@ -389,7 +389,7 @@ async fn a_call_needs_one_bearer_token_for_the_audience_of_the_server() {
         let status = cluster.caller().await.call(authorization).await;
         let status = status.expect_err(text);
         assert_eq!((status.code(), status.message()), (Code::Unknown, *text));
-        assert_eq!(cluster.refused().await, count as f64 + 1.0);
+        assert_eq!(cluster.refused("unauthenticated").await, count as f64 + 1.0);
     }
     let asked = cluster.api.reviews();
     assert_eq!(
@@ -413,7 +413,8 @@ async fn agents_are_refused_while_the_api_fails_and_accepted_afterwards() {
     agent
         .wait_for_log("Failed to authenticate request", LIMIT)
         .await;
-    assert!(cluster.refused().await >= 1.0);
+    assert!(cluster.refused("review_failed").await >= 1.0);
+    assert_eq!(cluster.refused("unauthenticated").await, 0.0);
     cluster.api.clear_faults();
     cluster.ready_agents(1.0).await;
     cluster.carries(&services).await;
@@ -450,7 +451,7 @@ async fn many_calls_with_one_token_need_few_reviews() {
     for call in calls {
         assert_eq!(call.expect_err("a refusal").message(), text);
     }
-    assert_eq!(cluster.refused().await, CALLS as f64);
+    assert_eq!(cluster.refused("unauthenticated").await, CALLS as f64);
     let refused = cluster.api.reviews().len();
     assert!(refused <= 10, "{refused} reviews");
     let calls = cluster.calls("good").await;
@@ -523,7 +524,7 @@ async fn agent_ids_are_the_pods_of_tokens_if_the_server_requires_it() {
     let text = "the agent's token is not bound to a pod";
     let status = refused.expect_err(text);
     assert!(status.message().contains(text), "{}", status.message());
-    assert_eq!(cluster.refused().await, 1.0);
+    assert_eq!(cluster.refused("unauthenticated").await, 1.0);
     // A native agent is refused with the same text.
     let agent = cluster.agent(Path::new("culvert-agent"), "unbound");
     agent.wait_for_log(text, LIMIT).await;

@@ -20,7 +20,9 @@ use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use futures_util::future::{BoxFuture, Shared, WeakShared};
-use k8s_openapi::api::authentication::v1::{TokenReview, TokenReviewSpec, UserInfo};
+use k8s_openapi::api::authentication::v1::{
+    TokenReview, TokenReviewSpec, TokenReviewStatus, UserInfo,
+};
 use kube::api::PostParams;
 use kube::{Api, Client};
 use parking_lot::Mutex;
@@ -94,9 +96,12 @@ pub enum AuthError {
     /// The authorization scheme is not `Bearer`.
     #[error("received token does not have \"Bearer \" prefix")]
     Scheme,
-    /// The API refused the token, or the review failed.
+    /// The API refused the token.
     #[error("Failed to validate authentication token, err:{0}")]
     Invalid(String),
+    /// The review of the token has no outcome.
+    #[error("Failed to validate authentication token, err:{0}")]
+    NotReviewed(String),
 }
 
 /// Reviews tokens and remembers the accepted ones.
@@ -108,7 +113,7 @@ pub struct Tokens {
     known: Mutex<HashMap<[u8; 32], Known>>,
 }
 
-type Outcome = BoxFuture<'static, Result<Account, String>>;
+type Outcome = BoxFuture<'static, Result<Account, AuthError>>;
 
 /// State of one token.
 enum Known {
@@ -155,7 +160,7 @@ impl Tokens {
         let token = token.ok_or(AuthError::Scheme)?;
         match self.pending(token, from) {
             Ok(account) => Ok(account),
-            Err(review) => review.await.map_err(AuthError::Invalid),
+            Err(review) => review.await,
         }
     }
 
@@ -228,7 +233,7 @@ impl Tokens {
     }
 
     /// Remembers the outcome of a review. No further caller can join the review.
-    fn answered(&self, digest: &[u8; 32], outcome: &Result<Account, String>) {
+    fn answered(&self, digest: &[u8; 32], outcome: &Result<Account, AuthError>) {
         let mut known = self.known.lock();
         match (outcome, known.get_mut(digest)) {
             (Ok(account), Some(known)) => {
@@ -246,7 +251,7 @@ impl Tokens {
         }
     }
 
-    async fn review(&self, token: &str) -> Result<Account, String> {
+    async fn review(&self, token: &str) -> Result<Account, AuthError> {
         let review = TokenReview {
             spec: TokenReviewSpec {
                 token: Some(token.to_owned()),
@@ -263,8 +268,16 @@ impl Tokens {
                     "no answer to the TokenReview within {REVIEW_TIMEOUT:?}"
                 ))
             })?
-            .map_err(|error| failed(reason(&error, || PERMISSION.to_owned())))?;
+            .map_err(|error| {
+                let why = reason(&error, || PERMISSION.to_owned());
+                failed(format!("the Kubernetes API of the server: {why}"))
+            })?;
         let status = answer.status.unwrap_or_default();
+        self.account(status).map_err(AuthError::Invalid)
+    }
+
+    /// Returns the account of a reviewed token, or the reason of the refusal.
+    fn account(&self, status: TokenReviewStatus) -> Result<Account, String> {
         if let Some(error) = status.error.filter(|error| !error.is_empty()) {
             return Err(format!("lookup failed: {error}"));
         }
@@ -320,9 +333,9 @@ impl Tokens {
     }
 }
 
-/// Returns the error text of a review without an outcome.
-fn failed(why: String) -> String {
-    format!("Failed to authenticate request. err:{why}")
+/// Returns the error of a review without an outcome.
+fn failed(why: String) -> AuthError {
+    AuthError::NotReviewed(format!("Failed to authenticate request. err:{why}"))
 }
 
 /// Returns the name of the pod that the token of a user is bound to.

@@ -36,7 +36,7 @@ pub(crate) struct AgentPeer {
 /// Reason for refusing an agent. The agent receives the text.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum AgentRefusal {
-    /// The agent's token was not accepted.
+    /// The agent's token was not accepted or not reviewed.
     #[error(transparent)]
     Token(#[from] AuthError),
     /// The certificate or the token has no name of a single agent.
@@ -109,6 +109,7 @@ impl AgentRefusal {
     pub(crate) fn reason(&self) -> RejectReason {
         match self {
             Self::NoPlace(_) => RejectReason::TooManyConnections,
+            Self::Token(AuthError::NotReviewed(_)) => RejectReason::ReviewFailed,
             Self::Token(_) | Self::NoName(_) => RejectReason::Unauthenticated,
         }
     }

@@ -66,7 +66,9 @@ async fn refusal(client: Client) -> String {
     let text = checked.unwrap_err().to_string();
     let prefix =
         "Failed to validate authentication token, err:Failed to authenticate request. err:";
-    text.strip_prefix(prefix).unwrap().to_owned()
+    let text = text.strip_prefix(prefix).unwrap();
+    let api = "the Kubernetes API of the server: ";
+    text.strip_prefix(api).unwrap().to_owned()
 }
 
 /// Agents, and the fake API that reviews their tokens.
