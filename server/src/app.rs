@@ -183,10 +183,10 @@ impl Bound {
         let admin_address = admin.local_addr()?;
         let admin = match &config.admin_tls {
             Some(paths) => {
-                let advice = "an admin listener with TLS needs --admin-cert and --admin-key";
+                let flags = "--admin-cert and --admin-key";
                 let (files, alpn) = (Files::Admin, b"http/1.1");
                 let tls =
-                    credentials::mutual_tls(&mut reloader, files, paths, alpn, &config.tls, advice);
+                    credentials::mutual_tls(&mut reloader, files, paths, alpn, &config.tls, flags);
                 admin::AdminSocket::Tls(admin, tls?)
             }
             None => admin::AdminSocket::Plain(admin),
@@ -395,9 +395,9 @@ async fn bind_frontend(
                 Mode::Grpc => b"h2",
                 Mode::HttpConnect => b"http/1.1",
             };
-            let advice = "a TCP front end needs --server-cert and --server-key";
+            let flags = "--server-cert and --server-key";
             let files = Files::Frontend;
-            let tls = credentials::mutual_tls(reloader, files, paths, alpn, &config.tls, advice)?;
+            let tls = credentials::mutual_tls(reloader, files, paths, alpn, &config.tls, flags)?;
             let listener = admin::bind(&bind.host, bind.port, "--server-port").await?;
             // A gRPC client always reads, so TCP's user timeout only closes connections to dead clients. A
             // CONNECT client may stop reading for any length of time, so CONNECT has no user timeout.

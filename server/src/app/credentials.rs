@@ -17,33 +17,32 @@ pub(super) fn agent_tls(
 ) -> anyhow::Result<ServerTls> {
     let (cert, key, ca) = (&listener.cert, &listener.key, listener.ca.as_deref());
     let set = ServerFiles::new(cert, key, ca, &[native::ALPN, b"h2"], options)?;
-    let advice = "agents connect over TLS: give --cluster-cert and --cluster-key";
-    follow(reloader, Files::Agent, set, advice)
+    let flags = "--cluster-cert and --cluster-key";
+    follow(reloader, Files::Agent, set, flags)
 }
 
-/// Loads and follows the files of a listener with mutual TLS; `advice` explains a certificate or key that cannot
-/// be used.
+/// Loads and follows the files of a listener with mutual TLS; an error about the certificate or the key names `flags`.
 pub(super) fn mutual_tls(
     reloader: &mut Reloader,
     files: Files,
     paths: &TlsFiles,
     alpn: &[u8],
     options: &TlsOptions,
-    advice: &'static str,
+    flags: &'static str,
 ) -> anyhow::Result<ServerTls> {
     let set = ServerFiles::new(&paths.cert, &paths.key, Some(&paths.ca), &[alpn], options)?;
-    follow(reloader, files, set, advice)
+    follow(reloader, files, set, flags)
 }
 
 fn follow(
     reloader: &mut Reloader,
     files: Files,
     set: ServerFiles,
-    advice: &'static str,
+    flags: &'static str,
 ) -> anyhow::Result<ServerTls> {
     reloader.follow(files, set).map_err(|error| match error {
         TlsError::Ca(_) => error.into(),
-        error => anyhow::Error::new(error).context(advice),
+        error => anyhow::Error::new(error).context(format!("cannot use {flags}")),
     })
 }
 
@@ -66,4 +65,34 @@ pub(super) async fn user_cluster(
     client(kubeconfig, reloader, Files::Kubeconfig)
         .await
         .map(Some)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use culvert_host::telemetry::metrics::Registry;
+    use rcgen::{CertificateParams, KeyPair};
+
+    use super::*;
+
+    #[test]
+    fn error_about_a_key_of_another_certificate_names_the_flags_and_the_files() {
+        let dir = tempfile::tempdir().unwrap();
+        let [key, other] = [(); 2].map(|()| KeyPair::generate().unwrap());
+        let cert = CertificateParams::default().self_signed(&key).unwrap();
+        let paths = ["tls.crt", "tls.key"].map(|name| dir.path().join(name));
+        let [cert_path, key_path] = &paths;
+        std::fs::write(cert_path, cert.pem()).unwrap();
+        std::fs::write(key_path, other.serialize_pem()).unwrap();
+        let alpn: &[&[u8]] = &[b"h2"];
+        let set = ServerFiles::new(cert_path, key_path, None, alpn, &TlsOptions::default());
+        let mut reloader = Reloader::new(&Registry::new(&[]).unwrap());
+        let flags = "--cluster-cert and --cluster-key";
+        let error = follow(&mut reloader, Files::Agent, set.unwrap(), flags);
+        let error = error.err().map(|error| format!("{error:#}")).unwrap();
+        let expected = "cannot use --cluster-cert and --cluster-key: the private key in ";
+        assert!(error.starts_with(expected), "{error}");
+        assert!(error.contains("tls.key does not belong"), "{error}");
+    }
 }

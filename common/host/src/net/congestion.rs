@@ -47,7 +47,7 @@ pub struct LinkCongestionSyntax(String);
 /// Error returned if the kernel does not permit the chosen congestion control.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "--link-congestion={name}: {source}; available: {available}; permitted without CAP_NET_ADMIN: {allowed}; \
+    "--link-congestion={name}: {cause}; available: {available}; permitted without CAP_NET_ADMIN: {allowed}; \
      to permit {name} on a node, load the kernel module tcp_{name} and add the name to the sysctl \
      net.ipv4.tcp_allowed_congestion_control"
 )]
@@ -55,7 +55,8 @@ pub struct LinkCongestionError {
     name: String,
     available: String,
     allowed: String,
-    source: io::Error,
+    /// Part of the text, and therefore not the source of the error.
+    cause: io::Error,
 }
 
 /// The congestion control that links get, after a look at what the kernel permits.
@@ -79,11 +80,11 @@ impl LinkCongestion {
             Self::Auto => (probe(BBR).ok().map(|()| BBR.to_owned()), true),
             Self::System => (None, false),
             Self::Named(name) => {
-                probe(name).map_err(|source| LinkCongestionError {
+                probe(name).map_err(|cause| LinkCongestionError {
                     name: name.clone(),
                     available: names(AVAILABLE),
                     allowed: names(ALLOWED),
-                    source,
+                    cause,
                 })?;
                 (Some(name.clone()), false)
             }
@@ -255,7 +256,10 @@ mod tests {
     #[test]
     fn name_without_a_congestion_control_is_an_error_with_the_permitted_names() {
         let error = LinkCongestion::Named("no-such".to_owned()).choose();
-        let error = error.unwrap_err().to_string();
+        let error = error.unwrap_err();
+        // A program prints the text and all sources.
+        assert!(std::error::Error::source(&error).is_none());
+        let error = error.to_string();
         assert!(error.starts_with("--link-congestion=no-such: "), "{error}");
         assert!(error.contains("without CAP_NET_ADMIN: "), "{error}");
         assert!(error.contains("reno"), "{error}");

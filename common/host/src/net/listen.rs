@@ -81,11 +81,12 @@ const UNIX_SEND_BYTES: usize = 256 * 1024;
 
 /// Error returned when a Unix socket cannot be opened.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot listen on the Unix socket {path}: {source}; {advice}")]
+#[error("cannot listen on the Unix socket {path}: {cause}; {advice}")]
 pub struct UnixBindError {
     path: String,
     advice: &'static str,
-    source: io::Error,
+    /// Part of the text, and therefore not the source of the error.
+    cause: io::Error,
 }
 
 /// A bound listener.
@@ -137,9 +138,9 @@ impl Listener {
             let file = SocketFile::at(path)?;
             Ok(Self::Unix(listener, file))
         });
-        bound.map_err(|source| UnixBindError {
+        bound.map_err(|cause| UnixBindError {
             path: path.display().to_string(),
-            advice: match source.kind() {
+            advice: match cause.kind() {
                 io::ErrorKind::AddrInUse => {
                     "stop the program that uses it, remove the file, or pass --delete-existing-uds-file=true"
                 }
@@ -150,7 +151,7 @@ impl Listener {
                 io::ErrorKind::InvalidInput => "use a shorter path, 107 bytes at most",
                 _ => "check the path given to --uds-name",
             },
-            source,
+            cause,
         })
     }
 
@@ -465,7 +466,11 @@ mod tests {
     #[tokio::test]
     async fn missing_folder_error_says_to_create_the_folder() {
         let error = Listener::unix(Path::new("/nonexistent/dir/x.socket"), true);
-        let error = error.err().unwrap().to_string();
-        assert!(error.contains("create its folder"), "{error}");
+        let error = error.err().unwrap();
+        // A program prints the text and all sources.
+        assert!(std::error::Error::source(&error).is_none());
+        let error = error.to_string();
+        assert!(error.contains("No such file"), "{error}");
+        assert!(error.ends_with("; create its folder"), "{error}");
     }
 }
