@@ -288,6 +288,17 @@ fn invalid_flags_are_rejected_with_a_reason() {
 }
 
 #[test]
+fn listeners_with_one_port_are_refused_unless_their_hosts_differ() {
+    let files = Files::new();
+    let ports = ["--health-server-port=8200", "--admin-server-port=8200"];
+    let error = "--health-server-port and --admin-server-port must differ, got 8200 for both";
+    assert_eq!(files.errors(&ports), [error]);
+    files
+        .read(&[&ports[..], &["--health-server-host=192.0.2.1"]].concat())
+        .unwrap();
+}
+
+#[test]
 fn all_problems_are_reported_at_once() {
     let files = Files::new();
     assert_eq!(

@@ -36,7 +36,13 @@ impl Flags {
         let server_port = port(p, "proxy server", self.server.proxy_server_port);
         let ops = &self.operations;
         let health_port = port(p, "health server", ops.health_server_port);
+        let health = HostPort::new(&ops.health_server_host, health_port);
         let admin_port = port(p, "admin server", ops.admin_server_port);
+        let admin = HostPort::new(&ops.admin_bind_address, admin_port);
+        p.distinct_ports(&[
+            ("health-server-port", Some(&health)),
+            ("admin-server-port", Some(&admin)),
+        ]);
         p.profiling(ops.enable_profiling, ops.enable_contention_profiling);
         let (sync_interval, sync_interval_cap) = self.intervals(p);
         let keepalive = self.server.keepalive_time;
@@ -82,8 +88,8 @@ impl Flags {
             ca_cert,
             client_cert,
             alpn,
-            health: HostPort::new(&ops.health_server_host, health_port),
-            admin: HostPort::new(&ops.admin_bind_address, admin_port),
+            health,
+            admin,
             agent_id,
             agent_identifiers,
             sync_interval,

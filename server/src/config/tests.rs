@@ -257,6 +257,10 @@ fn invalid_values_of_single_flags_are_refused() {
             "server port should be set to 0 not 1 for UDS",
         ),
         (
+            "--agent-port=8092",
+            "--agent-port and --health-port must differ, got 8092 for both",
+        ),
+        (
             "--agent-port=1023",
             "please do not try to use reserved port 1023 for the agent port",
         ),

@@ -44,7 +44,20 @@ impl Flags {
         let agent_listener = self.agent_listener(p);
         let ops = &self.operations;
         let admin_port = port(p, "admin", ops.admin_port);
+        let admin = HostPort::new(&ops.admin_bind_address, admin_port);
         let health_port = port(p, "health", ops.health_port);
+        let health = HostPort::new(&ops.health_bind_address, health_port);
+        let bind = match &frontend {
+            Some(Frontend::Tcp { bind, .. }) => Some(bind),
+            _ => None,
+        };
+        let agents = agent_listener.as_ref().map(|agents| &agents.bind);
+        p.distinct_ports(&[
+            ("server-port", bind),
+            ("agent-port", agents),
+            ("admin-port", Some(&admin)),
+            ("health-port", Some(&health)),
+        ]);
         let admin_tls = ops.admin_tls(p);
         let cluster = ("cluster-ca-cert", &*self.agents.cluster_ca_cert);
         ops.check_admin_ca(
@@ -92,12 +105,12 @@ impl Flags {
             agent_auth,
             agent_id_from,
             destinations,
-            admin: HostPort::new(&ops.admin_bind_address, admin_port),
+            admin,
             admin_tls,
             admin_uds: path(&ops.admin_uds),
             openvpn,
             switch,
-            health: HostPort::new(&ops.health_bind_address, health_port),
+            health,
             ready_without_agents: ops.ready_without_agents,
             keepalive_time,
             link_congestion: self.agents.link_congestion,

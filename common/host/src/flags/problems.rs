@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::{GoDuration, StringSlice};
+use super::{GoDuration, HostPort, StringSlice};
 use crate::admin::NO_PROFILES;
 use crate::net::networks::Networks;
 
@@ -83,6 +83,26 @@ impl Problems {
             format!("cannot have {whose} key empty when {whose} cert is set to {cert:?}")
         });
         cert_path.zip(key_path)
+    }
+
+    /// Checks that no two TCP listeners have the same port, each listener with the name of its port flag. `None` stands for
+    /// a listener that does not exist. Listeners on two hosts may share a port.
+    pub fn distinct_ports(&mut self, listeners: &[(&str, Option<&HostPort>)]) {
+        let listeners = listeners
+            .iter()
+            .filter_map(|(flag, at)| Some((flag, (*at)?)));
+        let listeners: Vec<_> = listeners.collect();
+        for (count, (flag, one)) in listeners.iter().enumerate() {
+            for (other_flag, other) in listeners.iter().skip(count + 1) {
+                // An empty host stands for all hosts, and 0 for a port that was refused.
+                let is_shared =
+                    one.host == other.host || one.host.is_empty() || other.host.is_empty();
+                let port = one.port;
+                self.require(port != other.port || port == 0 || !is_shared, || {
+                    format!("--{flag} and --{other_flag} must differ, got {port} for both")
+                });
+            }
+        }
     }
 
     /// Checks an interval flag. A value below `floor` is raised to `floor`, with a warning.
