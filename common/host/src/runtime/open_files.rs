@@ -12,6 +12,10 @@ const DESCRIPTOR_BYTES: u64 = 8 * 1024;
 /// Descriptors that a memory limit leaves in any case.
 const MIN_DESCRIPTORS: u64 = 4096;
 
+/// Smallest value that stands for no limit in the first version of control groups, which shows the largest number of bytes
+/// in whole pages (Linux `include/linux/page_counter.h`, `PAGE_COUNTER_MAX`). The size of a page depends on the machine.
+const UNLIMITED_BYTES: u64 = 1 << 62;
+
 /// Sets the soft limit of open files to the hard limit, as the Go runtime does at startup, because every tunnelled
 /// connection needs a descriptor. If the memory limit of the process is too small for so many connections, sets the
 /// soft limit to as many descriptors as fit: the program refuses further connections instead of being killed.
@@ -67,8 +71,9 @@ fn smallest_limit(root: &Path, own: &str) -> Option<u64> {
             let path = Path::new(path.trim_start_matches('/'));
             let limit = move |group: &Path| {
                 let text = std::fs::read_to_string(root.join(group).join(file)).ok()?;
-                // Without a limit, the file contains "max".
-                text.trim().parse().ok()
+                // Without a limit, the file of the second version contains "max".
+                let bytes = text.trim().parse().ok();
+                bytes.filter(|bytes| *bytes < UNLIMITED_BYTES)
             };
             path.ancestors().filter_map(limit).collect::<Vec<u64>>()
         })
@@ -117,8 +122,10 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         fs::create_dir(root.path().join("memory")).unwrap();
         let file = root.path().join("memory/memory.limit_in_bytes");
-        fs::write(file, "268435456\n").unwrap();
         let own = "5:cpu,cpuacct:/\n4:memory:/docker/0123\n0::/\n";
+        fs::write(&file, "9223372036854771712\n").unwrap();
+        assert_eq!(smallest_limit(root.path(), own), None);
+        fs::write(file, "268435456\n").unwrap();
         assert_eq!(smallest_limit(root.path(), own), Some(268_435_456));
     }
 }
