@@ -43,12 +43,16 @@ use self::apiserver::Apiserver;
 use self::cluster::Cluster;
 use self::finding::Findings;
 use self::input::Input;
+use self::objects::Part;
 use self::plan::Plan;
 use self::target::Target;
 
 pub use self::flags::Options;
 
-/// Exit code for a cluster with errors.
+/// Exit code for a file that cannot be read or written.
+const UNUSABLE: u8 = 1;
+
+/// Exit code for a cluster with errors, and for a wrong command line; the same as clap's.
 const INVALID: u8 = 2;
 
 /// Outcome of the command.
@@ -58,16 +62,23 @@ enum Outcome {
     Invalid,
 }
 
-/// Runs the command and returns its exit code: 0 if the objects are printed, 2 if the cluster has errors, 1 for all
-/// other failures.
+/// Runs the command and returns its exit code: 0 if the objects are printed, 1 if a file cannot be read or written, 2 for
+/// all other errors.
 pub fn run(options: &Options) -> ExitCode {
     match render(options) {
         Ok(Outcome::Done) => ExitCode::SUCCESS,
         Ok(Outcome::Invalid) => ExitCode::from(INVALID),
         Err(error) => {
             let _ = writeln!(std::io::stderr(), "Error: {error:#}");
-            ExitCode::FAILURE
+            ExitCode::from(code(&error))
         }
+    }
+}
+
+fn code(error: &anyhow::Error) -> u8 {
+    match error.root_cause().is::<std::io::Error>() {
+        true => UNUSABLE,
+        false => INVALID,
     }
 }
 
@@ -114,6 +125,17 @@ fn render(options: &Options) -> anyhow::Result<Outcome> {
     report(&findings);
     if !findings.problems.is_empty() {
         return Ok(Outcome::Invalid);
+    }
+    for (part, is_rendered, strategy) in [
+        (Part::Door, cluster.is_load_balancer(), "LoadBalancer"),
+        (Part::NodeTunnel, cluster.is_tunneling(), "Tunneling"),
+    ] {
+        anyhow::ensure!(
+            is_rendered || !options.part.contains(&part),
+            "--part={}: only a cluster with the strategy {strategy} has these objects, and the strategy of this cluster is {}",
+            output::name(part),
+            cluster.spec.expose_strategy
+        );
     }
     let mut objects = objects::all(&target, running.as_ref());
     objects.retain(|object| options.part.is_empty() || options.part.contains(&object.part));

@@ -89,7 +89,7 @@ fn file(place: Place, part: Part, is_patch: bool) -> String {
 }
 
 /// Returns the name of a part on the command line.
-fn name(part: Part) -> String {
+pub(super) fn name(part: Part) -> String {
     part.to_possible_value()
         .map(|value| value.get_name().to_owned())
         .unwrap_or_default()

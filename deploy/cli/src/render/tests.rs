@@ -672,6 +672,42 @@ fn plan_of_a_strategy_needs_the_file_of_its_end() {
 }
 
 #[test]
+fn part_of_another_strategy_is_an_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("cluster.yaml");
+    for (strategy, part) in [("NodePort", "door"), ("LoadBalancer", "node-tunnel")] {
+        std::fs::write(&path, file("konnectivity", strategy, "")).unwrap();
+        let options = parsed(&format!("render {} --part={part}", path.display()));
+        let error = super::render(&options).map(drop).unwrap_err();
+        let expected = format!("--part={part}: only a cluster with the strategy ");
+        assert!(error.to_string().starts_with(&expected), "{error}");
+        assert_eq!(super::code(&error), 2);
+    }
+    for (strategy, part) in [("LoadBalancer", "door"), ("Tunneling", "node-tunnel")] {
+        std::fs::write(&path, file("konnectivity", strategy, "")).unwrap();
+        let options = parsed(&format!("render {} --part={part}", path.display()));
+        super::render(&options).map(drop).unwrap();
+    }
+}
+
+#[test]
+fn exit_code_tells_errors_of_files_from_errors_of_their_content() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("cluster.yaml");
+    let code = |flags: &str| {
+        let options = parsed(&format!("render {} {flags}", path.display()));
+        super::code(&super::render(&options).map(drop).unwrap_err())
+    };
+    assert_eq!(code(""), 1);
+    std::fs::write(&path, file("konnectivity", "NodePort", "")).unwrap();
+    assert_eq!(code("--facts=no-such-file"), 1);
+    assert_eq!(code("--diff-from=NodePort --to=NodePort"), 2);
+    assert_eq!(code("--diff-from=NodePort --to=Tunneling"), 2);
+    std::fs::write(&path, file("konnectivity", "NodePort", "noSuchField: 1")).unwrap();
+    assert_eq!(code(""), 2);
+}
+
+#[test]
 fn commands_in_plans_and_in_the_documentation_parse() {
     let document = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/render.md");
     let document = std::fs::read_to_string(document).unwrap();
