@@ -259,6 +259,28 @@ mod tests {
 
     use super::*;
 
+    #[test]
+    fn architecture_page_has_the_bound_of_a_native_server() {
+        let root = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
+        let document = std::fs::read_to_string(format!("{root}/docs/architecture.md")).unwrap();
+        let ca = format!("--ca-cert={root}/Cargo.toml");
+        for (name, transport) in [("agent", "auto"), ("agent, `--transport=tcp`", "tcp")] {
+            let [plain, resumable] = ["0", "30s"].map(|grace| {
+                let (transport, grace) = (
+                    format!("--transport={transport}"),
+                    format!("--resume-grace={grace}"),
+                );
+                let config = Config::from_args(["culvert-agent", &ca, &transport, &grace]);
+                buffers(&config.unwrap()).native_held / (1024 * 1024)
+            });
+            let first = format!("| {name} | ");
+            let row = document.lines().find(|line| line.starts_with(&first));
+            let row = row.unwrap();
+            let expected = format!(" | {plain} MiB | {resumable} MiB |");
+            assert!(row.ends_with(&expected), "{row} must end with {expected}");
+        }
+    }
+
     #[tokio::test(start_paused = true)]
     async fn late_dial_restarts_the_linger_time() {
         let (tx, rx) = watch::channel(1);

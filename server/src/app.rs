@@ -436,3 +436,33 @@ fn buffers(config: &Config) -> Buffers {
         native_held: OPENER_HELD_BYTES + buffer_bytes(config.resume_grace) + quic.peer,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn architecture_page_has_the_bound_of_a_native_agent() {
+        let root = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
+        let document = std::fs::read_to_string(format!("{root}/docs/architecture.md")).unwrap();
+        let [plain, resumable] = ["0", "30s"].map(|grace| {
+            let config = Config::from_args([
+                "culvert-server".to_owned(),
+                "--uds-name=/run/s.sock".to_owned(),
+                "--server-port=0".to_owned(),
+                format!("--cluster-cert={root}/Cargo.toml"),
+                format!("--cluster-key={root}/Cargo.toml"),
+                format!("--resume-grace={grace}"),
+            ]);
+            buffers(&config.unwrap()).native_held / (1024 * 1024)
+        });
+        let rows = document
+            .lines()
+            .filter(|line| line.starts_with("| server, "));
+        let expected = format!(" | {plain} MiB | {resumable} MiB |");
+        let fitting = rows.filter(|row| row.ends_with(&expected));
+        assert_eq!(fitting.count(), 2, "{expected}");
+    }
+}

@@ -12,7 +12,7 @@ use super::{Object, Part, Place, affinity, liveness, pod_security, resources, se
 /// Namespace of all objects.
 const NAMESPACE: &str = "kube-system";
 
-/// Memory limit of an agent, as in the chart. The buffers may use 83 MiB for each server.
+/// Memory limit of an agent, as in the chart. The buffers may use 51 MiB for each server.
 const MEMORY: &str = "256Mi";
 
 pub(super) fn objects(target: &Target<'_>) -> Vec<Object> {

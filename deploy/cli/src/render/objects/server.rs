@@ -14,7 +14,7 @@ const EGRESS_FOLDER: &str = "/etc/kubernetes/konnectivity";
 /// Folder of the client certificate with which kube-apiserver reaches a server outside of its pod.
 const CLIENT_FOLDER: &str = "/etc/kubernetes/culvert-front-end";
 
-/// Memory limit of the server, as in the chart. The buffers of one agent may use 96 MiB, and the buffers of an OpenVPN client
+/// Memory limit of the server, as in the chart. The buffers of one agent may use 64 MiB, and the buffers of an OpenVPN client
 /// 256 MiB.
 const MEMORY: &str = "512Mi";
 /// KKP's memory limit of the stock server.
