@@ -1,7 +1,8 @@
-//! Checks that docs/architecture.md has the real graph of the crates, and names only existing files.
+//! Checks that docs/architecture.md has the real graph of the crates, and that all pages name only existing files.
 
 use std::collections::BTreeSet;
 
+use crate::prose::files;
 use crate::{metadata, root};
 
 /// Endings of file names.
@@ -79,13 +80,36 @@ fn architecture_page_draws_the_graph_of_the_crates() {
     );
 }
 
-#[test]
-fn architecture_page_names_existing_files() {
+/// Returns the top folders of the repository.
+fn folders() -> Vec<String> {
     let entries = std::fs::read_dir(root()).unwrap().flatten();
     let folders = entries.filter(|entry| entry.path().is_dir());
-    let folders: Vec<String> = folders
-        .filter_map(|entry| entry.file_name().into_string().ok())
-        .collect();
+    let names = folders.filter_map(|entry| entry.file_name().into_string().ok());
+    // Builds write this folder.
+    names.filter(|name| name != "target").collect()
+}
+
+#[test]
+fn pages_name_existing_files() {
+    let mut pages = Vec::new();
+    files(&root().join("docs"), "md", &mut pages);
+    assert!(!pages.is_empty());
+    let folders = folders();
+    let mut missing = Vec::new();
+    for page in pages {
+        let text = std::fs::read_to_string(&page).unwrap();
+        let named = paths(&text, &folders).into_iter();
+        // Pages also name files without a folder that are in no repository.
+        let in_folders = named.filter(|path| path.contains('/'));
+        let absent = in_folders.filter(|path| !root().join(path).exists());
+        missing.extend(absent.map(|path| format!("{}: {path}", page.display())));
+    }
+    assert!(missing.is_empty(), "no such files: {missing:#?}");
+}
+
+#[test]
+fn architecture_page_names_existing_files() {
+    let folders = folders();
     let named = paths(&document(), &folders);
     assert!(!named.is_empty());
     let missing: Vec<&String> = named

@@ -156,7 +156,7 @@ fn in_document(text: &str) -> Vec<(usize, String)> {
 }
 
 /// Adds the files with this ending in a file or folder, without test code.
-fn files(path: &Path, ending: &str, found: &mut Vec<PathBuf>) {
+pub(crate) fn files(path: &Path, ending: &str, found: &mut Vec<PathBuf>) {
     let name = path.file_name().and_then(|name| name.to_str());
     if name.is_none_or(|name| NO_CODE.contains(&name)) {
         return;
