@@ -172,6 +172,7 @@ impl ConnectListener {
                     is_draining = was_alone && is_alone;
                     was_alone = is_alone;
                     if is_draining {
+                        shared.inbound.lift_undecided();
                         taker.drain();
                     }
                     continue;
