@@ -31,7 +31,8 @@ const POLL: Duration = Duration::from_millis(200);
 /// Pause after a state that could not be saved, before the same state is saved again.
 const SAVE_PAUSE: Duration = Duration::from_secs(5);
 
-/// Time for the volume of the state file to accept a state. The task of the switch waits for it, once.
+/// Time for the volume of the state file to accept a state, while the task of the switch waits. A longer write goes on in the
+/// background.
 const SAVE_LIMIT: Duration = Duration::from_secs(5);
 
 /// Maximum number of waiting requests. A request takes as long as writing the state file.
@@ -92,8 +93,8 @@ pub(crate) struct Driver {
     saved: Option<Essence>,
     /// State that could not be saved, and the time of the attempt.
     unsaved: Option<(Essence, Instant)>,
-    /// An attempt to save that has passed its limit.
-    saving: Option<JoinHandle<Result<(), String>>>,
+    /// An attempt to save that has passed its limit, and its state.
+    saving: Option<(JoinHandle<Result<(), String>>, Essence)>,
     requests: mpsc::Receiver<Command>,
     /// Keeps `requests` open without any [`Switcher`]; the task still follows the file.
     _sender: mpsc::Sender<Command>,
@@ -125,7 +126,7 @@ pub(crate) fn start(
         state_problem: start.state_problem,
         lost: start.lost,
         unreadable: start.unreadable,
-        wrong: start.wrong,
+        wrong: start.wrong.map(|wrong| wrong.to_string()),
     }));
     let (sender, requests) = mpsc::channel(WAITING_REQUESTS);
     let switcher = Switcher {
@@ -429,21 +430,19 @@ impl Driver {
         if self.saved == Some(now) || self.unsaved.is_some_and(has_just_failed) {
             return;
         }
-        if self.saving.as_ref().is_some_and(|task| !task.is_finished()) {
+        let late = self.saving.take_if(|(saving, _)| saving.is_finished());
+        if self.saving.is_some() {
             self.unsaved = Some((now, Instant::now()));
             return;
         }
-        let saved = Saved::new(mode, self.set_by, self.flag, self.file);
-        let mut saving = state.save(&saved.with_phase(phase, Clocks::read()));
-        let problem = match timeout(SAVE_LIMIT, &mut saving).await {
-            Ok(saved) => saved.unwrap_or_else(|error| Err(error.to_string())).err(),
-            Err(_) => {
-                self.saving = Some(saving);
-                Some(format!(
-                    "--tunnel-state-file: the volume has not accepted the state within {SAVE_LIMIT:?}"
-                ))
+        let saving = match late {
+            Some((saving, state)) if state == now => saving,
+            _ => {
+                let saved = Saved::new(mode, self.set_by, self.flag, self.file);
+                state.save(&saved.with_phase(phase, Clocks::read()))
             }
         };
+        let problem = self.saved_in_time(saving, now).await.err();
         let mut shown = self.shown.lock();
         if let Some(why) = &problem
             && shown.state_problem != problem
@@ -456,6 +455,23 @@ impl Driver {
             Some(_) => (None, Some((now, Instant::now()))),
         };
         shown.state_problem = problem;
+    }
+
+    /// Waits until a state is saved, and keeps a write that takes too long.
+    async fn saved_in_time(
+        &mut self,
+        mut saving: JoinHandle<Result<(), String>>,
+        state: Essence,
+    ) -> Result<(), String> {
+        match timeout(SAVE_LIMIT, &mut saving).await {
+            Ok(saved) => saved.map_err(|error| error.to_string()).flatten(),
+            Err(_) => {
+                self.saving = Some((saving, state));
+                Err(format!(
+                    "--tunnel-state-file: the volume has not accepted the state within {SAVE_LIMIT:?}"
+                ))
+            }
+        }
     }
 }
 

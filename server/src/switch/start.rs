@@ -25,7 +25,7 @@ pub(crate) struct Start {
     /// Reason why the saved state was lost.
     pub(super) lost: Option<String>,
     /// Problem with the mode in the mode file.
-    pub(super) wrong: Option<String>,
+    pub(super) wrong: Option<StartError>,
     /// Reason why the mode file cannot be read.
     pub(super) unreadable: Option<String>,
 }
@@ -57,19 +57,17 @@ struct Decision {
 
 impl Start {
     /// Reads the state file and the mode file. If the mode file cannot be read, the server starts without the
-    /// file, and follows the file once it can be read. An unusable state file is renamed.
+    /// file, and follows the file once it can be read. An unusable state file is ignored.
     ///
     /// # Errors
     /// Fails if the mode file has no valid mode and no state is saved.
     pub(crate) fn read(settings: Settings) -> Result<Self, StartError> {
         let state = settings.state_file.as_deref().map(StateFile::new);
-        let (saved, lost) = match state.as_ref().map(|state| (state, state.load())) {
+        let (saved, lost) = match state.as_ref().map(StateFile::load) {
             None => (None, None),
-            Some((_, Ok(saved))) => (saved, None),
-            Some((state, Err(why))) => {
-                let kept = state.set_aside();
-                let why = format!("{why}; {kept}; confirm the mode with `culvert switch`");
-                error!("{why}; starting without the saved state");
+            Some(Ok(saved)) => (saved, None),
+            Some(Err(why)) => {
+                error!("{why}; starting without it");
                 (None, Some(why))
             }
         };
@@ -97,15 +95,16 @@ impl Start {
         };
         match FileFollower::open(path, limits) {
             Ok(follower) => {
-                let path = path.display().to_string();
+                let wrong = |why| StartError::File {
+                    path: path.display().to_string(),
+                    why,
+                };
                 match (mode_file::parse(follower.text()), &self.saved) {
                     (Ok(mode), _) => self.file = Some(mode),
-                    (Err(why), None) => return Err(StartError::File { path, why }),
+                    (Err(why), None) => return Err(wrong(why)),
                     (Err(why), Some(saved)) => {
-                        let why = format!("{path}: {why}");
-                        error!("--tunnel-mode-file: {why}; the saved mode stays as it is");
                         self.file = saved.file;
-                        self.wrong = Some(why);
+                        self.wrong = Some(wrong(why));
                     }
                 }
                 self.mode_file = Some(follower);
@@ -120,15 +119,17 @@ impl Start {
     }
 
     /// Returns the machine to start with, and the origin of its mode. A mode that has changed since the state was saved is
-    /// requested as in a running server: dials use the old tunnel until the new one has a healthy peer.
+    /// requested as in a running server: dials use the old tunnel until the new one has a healthy peer. A wrong mode file
+    /// leaves the saved mode in force. An unusable state file is renamed.
     ///
     /// # Errors
-    /// Fails if the flag or the file names a mode whose tunnel this server does not have.
+    /// Fails if the flag or the file names a mode whose tunnel this server does not have, or if the mode file is wrong and
+    /// the saved mode cannot be used.
     pub(crate) fn machine(
         &mut self,
         view: &View,
         clocks: Clocks,
-    ) -> Result<(Switch, SetBy), Unavailable> {
+    ) -> Result<(Switch, SetBy), StartError> {
         let possible = self
             .saved
             .as_ref()
@@ -138,10 +139,19 @@ impl Start {
             error!("--tunnel-state-file: {why}; starting without it");
             self.state_problem = Some(why);
         }
-        let decision = decide(self.settings.mode, self.file, self.saved.as_ref());
+        let mut flag = self.settings.mode;
+        if let Some(wrong) = self.wrong.take() {
+            let Some(saved) = &self.saved else {
+                return Err(wrong);
+            };
+            error!("{wrong}; the saved mode stays in force");
+            flag = saved.flag;
+            self.wrong = Some(wrong);
+        }
+        let decision = decide(flag, self.file, self.saved.as_ref());
         let Decision { mode, set_by, .. } = decision;
         if !view.allows(mode) {
-            return Err(Unavailable(mode));
+            return Err(Unavailable(mode).into());
         }
         if decision.from_state && self.unreadable.is_some() {
             // The file may be unchanged since the state was saved. The saved value is kept, so that an
@@ -162,6 +172,10 @@ impl Start {
             in_switch = switch.phase() != Phase::Settled,
             "tunnel mode"
         );
+        if let (Some(why), Some(state)) = (&mut self.lost, &self.state) {
+            let kept = state.set_aside();
+            *why = format!("{why}; {kept}; confirm the mode with `culvert switch`");
+        }
         Ok((switch, set_by))
     }
 }

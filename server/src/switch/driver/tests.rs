@@ -448,7 +448,7 @@ async fn volume_that_does_not_answer_is_reported_and_stops_no_switch() {
         state_file: Some(state.clone()),
         ..Settings::default()
     });
-    // The clock of the test stands while a thread writes.
+    // While a thread writes, only the test advances the clock.
     let wait = async |done: &dyn Fn(&Status) -> bool| {
         while !done(&running.switcher.status()) {
             advance(ms(50)).await;

@@ -131,14 +131,24 @@ async fn mode_file_without_a_valid_mode_leaves_the_saved_mode_in_force() {
     let state = StateFile::new(settings.state_file.as_ref().unwrap());
     let in_openvpn = saved(Mode::PreferOpenvpn, FLAG, Some(Mode::Konnectivity));
     state.save(&in_openvpn).await.unwrap().unwrap();
-    let mut start = Start::read(settings).unwrap();
+    let mut start = Start::read(settings.clone()).unwrap();
     let (machine, set_by) = start.machine(&view(true), Clocks::read()).unwrap();
     assert_eq!(
         (machine.mode(), set_by),
         (Mode::PreferOpenvpn, SetBy::Switch)
     );
     assert_eq!(start.file, Some(Mode::Konnectivity));
-    assert!(start.wrong.unwrap().contains("\"vpn\""));
+    assert!(start.wrong.unwrap().to_string().contains("\"vpn\""));
+    // The flag has changed, too.
+    let changed = saved(Mode::PreferOpenvpn, Mode::Openvpn, None);
+    state.save(&changed).await.unwrap().unwrap();
+    let mut start = Start::read(settings.clone()).unwrap();
+    let (machine, _) = start.machine(&view(true), Clocks::read()).unwrap();
+    assert_eq!(machine.mode(), Mode::PreferOpenvpn);
+    // The server no longer has the tunnel of the saved mode.
+    let mut start = Start::read(settings).unwrap();
+    let error = start.machine(&view(false), Clocks::read()).unwrap_err();
+    assert!(error.to_string().contains("\"vpn\""), "{error}");
 }
 
 #[test]
@@ -155,7 +165,8 @@ fn mode_file_without_a_possible_mode_prevents_the_start() {
     std::fs::write(&path, "konnectivityEnabled: false").unwrap();
     let mut start = Start::read(settings(&folder)).unwrap();
     let error = start.machine(&view(false), Clocks::read()).unwrap_err();
-    assert_eq!(error, Unavailable(Mode::Openvpn));
+    let expected = Unavailable(Mode::Openvpn).to_string();
+    assert_eq!(error.to_string(), expected);
     let mut start = Start::read(settings(&folder)).unwrap();
     let (machine, set_by) = start.machine(&view(true), Clocks::read()).unwrap();
     assert_eq!((machine.mode(), set_by), (Mode::Openvpn, SetBy::File));
