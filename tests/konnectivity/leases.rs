@@ -365,22 +365,31 @@ async fn panic_in_the_task_of_leases_ends_the_process() {
     Program::panics("culvert-agent", &args, &["leases"], LIMIT).await;
 }
 
+/// Returns server and agent with flags for leases, and the topology, which keeps the files of the flags. Both programs have
+/// ended.
+async fn programs_with_leases() -> (Topology, [(&'static str, Vec<String>); 2]) {
+    let mut topology = Topology::simple(Mode::Grpc, Transport::Uds).await;
+    let mut of_server = topology.server(0).args();
+    let mut of_agent = topology.agent(0).args();
+    topology.kill_server(0);
+    topology.kill_agent(0);
+    of_server.push("--enable-lease-controller".to_owned());
+    of_agent.push("--count-server-leases".to_owned());
+    (
+        topology,
+        [("culvert-server", of_server), ("culvert-agent", of_agent)],
+    )
+}
+
 #[tokio::test]
 async fn leases_need_an_account() {
     let kube = Kube::start().await;
     let missing = Path::new(kube.kubeconfig.trim_start_matches("--kubeconfig="));
     std::fs::write(missing, "nonsense: [").unwrap();
-    let mut topology = Topology::simple(Mode::Grpc, Transport::Uds).await;
-    let of_server = topology.server(0).args();
-    let of_agent = topology.agent(0).args();
-    topology.kill_server(0);
-    topology.kill_agent(0);
-    for (program, args, flag) in [
-        ("culvert-server", of_server, "--enable-lease-controller"),
-        ("culvert-agent", of_agent, "--count-server-leases"),
-    ] {
-        let more = [flag.to_owned(), kube.kubeconfig.clone()];
-        let mut program = Program::spawn(program, [args, more.to_vec()].concat(), &[]);
+    let (_topology, programs) = programs_with_leases().await;
+    for (program, args) in programs {
+        let args = [args, vec![kube.kubeconfig.clone()]].concat();
+        let mut program = Program::spawn(program, args, &[]);
         assert_eq!(program.wait_exit(LIMIT).await.code(), Some(1));
         let log = program.log();
         assert!(log.contains("not a valid kubeconfig"), "{log}");
@@ -406,18 +415,11 @@ async fn signal_ends_a_program_that_waits_for_a_credential_plugin() {
         "users": [{"name": "u", "user": {"exec": plugin}}],
     });
     std::fs::write(&kubeconfig, text.to_string()).unwrap();
-    let mut topology = Topology::simple(Mode::Grpc, Transport::Uds).await;
-    let of_server = topology.server(0).args();
-    let of_agent = topology.agent(0).args();
-    topology.kill_server(0);
-    topology.kill_agent(0);
-    for (program, args, flag) in [
-        ("culvert-server", of_server, "--enable-lease-controller"),
-        ("culvert-agent", of_agent, "--count-server-leases"),
-    ] {
+    let (_topology, programs) = programs_with_leases().await;
+    for (program, args) in programs {
         let kubeconfig = format!("--kubeconfig={}", kubeconfig.display());
-        let more = [flag.to_owned(), kubeconfig];
-        let mut program = Program::spawn(program, [args, more.to_vec()].concat(), &[]);
+        let args = [args, vec![kubeconfig]].concat();
+        let mut program = Program::spawn(program, args, &[]);
         let plugin = eventually("the plugin", LIMIT, async || {
             let text = std::fs::read_to_string(&started).unwrap_or_default();
             let pid = text.trim().parse::<i32>().ok();
