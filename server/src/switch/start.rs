@@ -139,15 +139,14 @@ impl Start {
             error!("--tunnel-state-file: {why}; starting without it");
             self.state_problem = Some(why);
         }
-        let mut flag = self.settings.mode;
-        if let Some(wrong) = self.wrong.take() {
-            let Some(saved) = &self.saved else {
-                return Err(wrong);
-            };
-            error!("{wrong}; the saved mode stays in force");
-            flag = saved.flag;
-            self.wrong = Some(wrong);
-        }
+        let flag = match (&self.saved, &self.wrong) {
+            (Some(saved), Some(wrong)) => {
+                error!("{wrong}; the saved mode stays in force");
+                saved.flag
+            }
+            (Some(_), None) => self.settings.mode,
+            (None, _) => self.wrong.take().map_or(Ok(self.settings.mode), Err)?,
+        };
         let decision = decide(flag, self.file, self.saved.as_ref());
         let Decision { mode, set_by, .. } = decision;
         if !view.allows(mode) {
