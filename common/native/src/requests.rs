@@ -21,7 +21,8 @@ const HEADER_BYTES: usize = 9;
 /// Type of a HEADERS frame.
 const HEADERS: u8 = 1;
 
-/// The number of undecided requests of one connection, and its limit.
+/// The number of undecided requests of one connection, and its limit. A connection and its streams run on one thread, so
+/// no counter changes while another one is read.
 #[derive(Debug)]
 pub(crate) struct Undecided {
     count: AtomicUsize,
@@ -57,8 +58,8 @@ impl Undecided {
         Self {
             count: AtomicUsize::new(0),
             guards: AtomicUsize::new(0),
-            is_waiting: AtomicBool::new(false),
             most: AtomicUsize::new(most),
+            is_waiting: AtomicBool::new(false),
             reader: AtomicWaker::new(),
         }
     }
