@@ -1,7 +1,10 @@
-//! The memory that a stranger's HTTP/2 connections occupy, without any tunnel.
+//! The memory that a stranger's HTTP/2 connections occupy, without any tunnel, and the number that a memory limit permits.
 
 use std::time::Duration;
 
+use culvert_kit::services::Services;
+use culvert_tests::namespace::{alone, memory_limit};
+use culvert_tests::wait::eventually;
 use tokio::io::AsyncWriteExt;
 use tokio::net::tcp::OwnedWriteHalf;
 use tokio::time::timeout;
@@ -9,7 +12,7 @@ use tokio::time::timeout;
 use crate::frames::{
     self, END_HEADERS, END_STREAM, Frames, HEADERS, PRIORITY, RST_STREAM, connect_fields, frame,
 };
-use crate::support::{Door, Http2, Upstream};
+use crate::support::{Door, Http2, LIMIT, Upstream, converse};
 
 /// Number of connections, and the most memory of each, in bytes.
 const CONNECTIONS: u64 = 100;
@@ -109,4 +112,39 @@ async fn requests_without_a_tunnel_occupy_little_memory() {
             assert!(more < MOST_BYTES, "{text}");
         }
     }
+}
+
+#[test]
+fn the_memory_limit_bounds_http2_connections_and_metrics_show_it() {
+    alone(async || {
+        memory_limit(4 * 96 * 1024);
+        let services = Services::start().await.unwrap();
+        let upstream = Upstream::new("demo/raw", services.raw).authority("raw:1");
+        let door = Door::start(&[upstream]).await;
+        let mut clients = Vec::new();
+        for _ in 0..4 {
+            let client = Http2::connect(door.tunneling).await;
+            client.open("raw:1", b"").await.unwrap();
+            clients.push(client);
+        }
+        let preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+        assert_eq!(converse(door.tunneling, preface).await, b"");
+        door.has_refused("tunneling", "too_many_connections", 1.0)
+            .await;
+        let limit = "culvert_nodeport_proxy_http2_connections_limit";
+        assert_eq!(door.value(limit, &[]).await, 4.0);
+        let open = async || {
+            let open = "culvert_nodeport_proxy_http2_connections";
+            door.value(open, &[]).await
+        };
+        assert_eq!(open().await, 4.0);
+        clients.pop();
+        eventually("a place is free", LIMIT, async || {
+            let open = open().await;
+            (open == 3.0).then_some(()).ok_or(open)
+        })
+        .await;
+        let client = Http2::connect(door.tunneling).await;
+        client.open("raw:1", b"").await.unwrap();
+    });
 }

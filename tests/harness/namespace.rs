@@ -4,6 +4,7 @@
 //! settings and processes that the test creates disappear with the child process, however the test ends.
 
 use std::ffi::OsStr;
+use std::path::Path;
 use std::process::Command;
 
 use parking_lot::{Condvar, Mutex};
@@ -128,6 +129,24 @@ pub fn hosts(names: &[(&str, &str)]) {
     let mut mount = Command::new("mount");
     mount.arg("--bind").arg(file.path()).arg("/etc/hosts");
     outcome(&mut mount).unwrap_or_else(|why| panic!("mounting /etc/hosts: {why}"));
+}
+
+/// Mounts a folder over `/sys/fs/cgroup` whose files have a memory limit of `bytes`, for programs that start later. The
+/// kernel does not enforce the limit.
+///
+/// # Panics
+/// If the caller is not inside [`alone`], or the files cannot be mounted.
+pub fn memory_limit(bytes: u64) {
+    assert!(is_inside(), "call namespace::alone first");
+    let groups = Path::new("/sys/fs/cgroup");
+    let mut mount = Command::new("mount");
+    mount.args(["-t", "tmpfs", "none"]).arg(groups);
+    outcome(&mut mount).unwrap_or_else(|why| panic!("mounting {}: {why}", groups.display()));
+    // The files of both versions, see cgroups(7).
+    std::fs::create_dir(groups.join("memory")).expect("a folder");
+    for file in ["memory.max", "memory/memory.limit_in_bytes"] {
+        std::fs::write(groups.join(file), bytes.to_string()).expect("writing the limit");
+    }
 }
 
 /// Direction of packets, seen from an address.

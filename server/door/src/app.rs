@@ -250,7 +250,7 @@ impl Bound {
                 require_tls: tunneling.require_tls,
                 allowed: tunneling.allowed,
                 requests: Admission::new(front::ADMISSION),
-                sessions: connect::sessions(memory),
+                sessions: connect::sessions(memory, &front.metrics),
                 unread: connect::unread(memory),
             });
             let (front, until) = (front.clone(), closing.clone());

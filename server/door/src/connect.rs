@@ -42,7 +42,7 @@ use tracing::{debug, info};
 
 use self::denial::Denial;
 use super::front::{FIRST_BYTES_TIMEOUT, Front, refusal_of};
-use super::metrics::{Entrance, Refusal, Tally};
+use super::metrics::{Entrance, ProxyMetrics, Refusal, Tally};
 use super::relay::write_all;
 use super::upstream::{ConnectError as ConnectFailure, Connected, Upstream};
 use super::watch::watch;
@@ -95,16 +95,18 @@ pub(crate) struct ConnectListener {
     pub unread: Arc<Allowance>,
 }
 
-/// Returns the shares in the HTTP/2 connections that fit a memory limit in bytes; `None` stands for no limit.
-pub(crate) fn sessions(memory: Option<u64>) -> Arc<Shares> {
-    let most = memory.map_or(u64::MAX, |bytes| bytes / SESSION_BYTES);
-    if memory.is_some() {
+/// Returns the shares in the HTTP/2 connections that fit a memory limit in bytes, and shows their number in the metrics.
+/// `None` stands for no limit.
+pub(crate) fn sessions(memory: Option<u64>, metrics: &ProxyMetrics) -> Arc<Shares> {
+    let most = memory.map(|bytes| bytes / SESSION_BYTES);
+    if let Some(connections) = most {
         info!(
-            connections = most,
+            connections,
             "the memory limit bounds the HTTP/2 connections of the CONNECT port"
         );
+        metrics.http2_limit.set(connections as f64);
     }
-    Shares::of(most, SESSION_FACTOR)
+    Shares::of(most.unwrap_or(u64::MAX), SESSION_FACTOR)
 }
 
 /// Returns the allowance for bytes on their way to clients that do not read, and to endpoints of HTTP/1.1 clients: a

@@ -97,6 +97,10 @@ pub struct ProxyMetrics {
     pub(crate) leader: Gauge,
     pub(crate) balancer_updates: Counter,
     pub(crate) balancer_failures: Family<Step, Counter>,
+    /// Open HTTP/2 connections of the CONNECT port.
+    pub(crate) http2_open: Gauge,
+    /// Largest number of these connections within the memory limit; 0 without a limit.
+    pub(crate) http2_limit: Gauge,
     /// Totals over all clients that send CONNECT requests.
     pub(crate) http_active: Gauge,
     pub(crate) http_requests: Counter,
@@ -209,6 +213,14 @@ impl ProxyMetrics {
                 "Failed requests for the load balancer's Service and its Lease, by step; the log has the reason.",
             )
             .at_zero(Step::all()),
+            http2_open: gauge(
+                "culvert_nodeport_proxy_http2_connections",
+                "Open HTTP/2 connections of the CONNECT port.",
+            ),
+            http2_limit: gauge(
+                "culvert_nodeport_proxy_http2_connections_limit",
+                "HTTP/2 connections of the CONNECT port that fit the memory limit; 0 without a limit.",
+            ),
             http_active: registry.gauge(
                 "envoy_http_downstream_cx_active",
                 &HTTP,

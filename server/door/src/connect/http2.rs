@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use culvert_host::net::admission::Candidate;
 use culvert_host::net::proxy_protocol::Origin;
+use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_native::halves::halves;
 use culvert_native::link::{Incoming, Taker, TakerLimits};
 use culvert_native::requests::UndecidedRequest;
@@ -125,6 +126,7 @@ impl ConnectListener {
         let Some(_place) = self.sessions.take_place(peer.ip()) else {
             return self.refuse_session(peer);
         };
+        let _open = GaugeGuard::new(&self.front.metrics.http2_open);
         let inbound = Inbound::new(WindowProfile::Fixed(WINDOW_BYTES));
         let inbound = inbound.pacing_resets(PACED_RESETS, RESET_TIME);
         let inbound = Arc::new(inbound.limiting_undecided(UNDECIDED));
