@@ -13,6 +13,7 @@ pub mod halves;
 pub mod health;
 pub mod keys;
 pub mod link;
+mod socket;
 pub mod streams;
 pub mod words;
 

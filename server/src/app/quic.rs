@@ -1,11 +1,11 @@
 //! The UDP socket for the QUIC links of agents.
 
-use std::net::{SocketAddr, UdpSocket};
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use anyhow::Context as _;
 use culvert_host::tls::reload::ServerTls;
-use culvert_native::quic::endpoint::{ServerEndpoint, receive_buffer};
+use culvert_native::quic::endpoint::{self, ServerEndpoint, receive_buffer};
 use culvert_native::quic::keys::EndpointKeys;
 use culvert_native::quic::{CONNECTION_BYTES, LINK_BYTES};
 use tracing::warn;
@@ -56,7 +56,7 @@ pub(super) fn bind(
     };
     let address = SocketAddr::new(tcp.ip(), port);
     let advice = || format!("cannot serve QUIC on {address}; see --agent-quic-port");
-    let socket = UdpSocket::bind(address).with_context(advice)?;
+    let socket = endpoint::bind(address).with_context(advice)?;
     let address = socket.local_addr()?;
     let key = std::fs::read(&listener.key)
         .with_context(|| format!("cannot read {}", listener.key.display()))?;

@@ -1,22 +1,25 @@
 //! The UDP sockets and the settings of QUIC connections.
 
 use std::io;
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use quinn::crypto::rustls::{NoInitialCipherSuite, QuicClientConfig, QuicServerConfig};
 use quinn::{
     ClientConfig, Connection, ConnectionId, ConnectionIdGenerator, Endpoint, EndpointConfig,
     Incoming, ServerConfig, TokioRuntime, TransportConfig, VarInt,
 };
-use socket2::SockRef;
+use quinn_proto::InvalidCid;
+use socket2::{Domain, Protocol, SockRef, Type};
 
 use super::ALPN;
 use super::congestion::BoundedBbrConfig;
 use super::connection_id::{self, CONNECTION_ID_BYTES, Tag};
+use super::health::ASSUMED_ROUND_TRIP;
 use super::keys::EndpointKeys;
+use super::socket::Socket;
 
 /// Window of a stream, in bytes. quinn cannot change the window of a stream. A stream moves at most a window for each
 /// round trip, and less while a lost packet is sent again. A receiver that does not read holds a whole window.
@@ -60,17 +63,25 @@ const SOCKET_BYTES: usize = 4 << 20;
 /// The endpoint of a server.
 pub struct ServerEndpoint {
     endpoint: Endpoint,
-    /// Address that peers connect to. The port is the socket's; the address is the latest peer's.
     local: Arc<Local>,
     transport: Arc<TransportConfig>,
     keys: EndpointKeys,
 }
 
-/// The tag of new connection ids, as the integer of its bytes.
+/// Address that agents connect to. A socket for all addresses learns the address from its peers.
 #[derive(Debug)]
 struct Local {
     port: u16,
-    tag: AtomicU64,
+    known: Mutex<Known>,
+}
+
+/// Address as far as it is known.
+#[derive(Clone, Copy, Debug)]
+struct Known {
+    /// Tag of new connection ids.
+    tag: Tag,
+    /// True once an agent was admitted. Strangers then do not change the tag.
+    is_proved: bool,
 }
 
 /// Generator of connection ids with the tag of the server's address.
@@ -92,9 +103,11 @@ impl ServerEndpoint {
         enlarge_buffers(&socket);
         let local = Arc::new(Local {
             port: address.port(),
-            tag: AtomicU64::new(0),
+            known: Mutex::new(Known {
+                tag: Tag::of(address),
+                is_proved: false,
+            }),
         });
-        local.set(address);
         let mut config = EndpointConfig::new(keys.reset.clone());
         let ids = local.clone();
         config.cid_generator(move || Box::new(Ids(ids.clone())));
@@ -104,8 +117,8 @@ impl ServerEndpoint {
             .receive_window(HELLO_WINDOW_BYTES.into());
         let transport = Arc::new(transport);
         let server = server_config(tls, &keys, &transport).map_err(io::Error::other)?;
-        let runtime = Arc::new(TokioRuntime);
-        let endpoint = Endpoint::new(config, Some(server), socket, runtime)?;
+        let (runtime, socket) = (Arc::new(TokioRuntime), Socket::of_server(socket)?);
+        let endpoint = Endpoint::new_with_abstract_socket(config, Some(server), socket, runtime)?;
         Ok(Self {
             endpoint,
             local,
@@ -119,10 +132,8 @@ impl ServerEndpoint {
     pub async fn accept(&self) -> Option<Incoming> {
         loop {
             let incoming = self.endpoint.accept().await?;
-            if let Some(ip) = incoming.local_ip() {
-                self.local.set((ip, self.local.port).into());
-            }
             if incoming.remote_address_validated() {
+                self.local.learn(incoming.local_ip(), false);
                 return Some(incoming);
             }
             if let Err(error) = incoming.retry() {
@@ -142,6 +153,13 @@ impl ServerEndpoint {
         server_config(tls, &self.keys, &self.transport).map(Arc::new)
     }
 
+    /// Opens the window of an agent's connection, once the agent is authenticated. New connection ids lead to the address
+    /// that this agent has connected to.
+    pub fn admit(&self, connection: &Connection) {
+        self.local.learn(connection.local_ip(), true);
+        connection.set_receive_window(CONNECTION_WINDOW_BYTES.into());
+    }
+
     /// Ends all connections and refuses new ones.
     pub async fn close(&self, text: &str) {
         self.endpoint.close(super::NO_REASON, text.as_bytes());
@@ -152,15 +170,19 @@ impl ServerEndpoint {
 // === impl Local ===
 
 impl Local {
-    fn set(&self, address: SocketAddr) {
-        let address = (address.ip(), self.port).into();
-        let id = connection_id::ConnectionId {
-            tag: Tag::of(address),
-            shard: 0,
-            random: Default::default(),
-        };
-        let tag = u64::from_be_bytes(id.to_bytes());
-        self.tag.store(tag, Ordering::Relaxed);
+    /// Learns the address that a peer has connected to.
+    fn learn(&self, ip: Option<IpAddr>, is_proved: bool) {
+        let mut known = self.known.lock();
+        if let Some(ip) = ip
+            && (is_proved || !known.is_proved)
+        {
+            let tag = Tag::of((ip, self.port).into());
+            *known = Known { tag, is_proved };
+        }
+    }
+
+    fn tag(&self) -> Tag {
+        self.known.lock().tag
     }
 }
 
@@ -168,10 +190,19 @@ impl Local {
 
 impl ConnectionIdGenerator for Ids {
     fn generate_cid(&mut self) -> ConnectionId {
-        // The tag has the upper bytes, and the random bytes are the lower ones.
-        let random = u64::from(rand::random::<u32>() >> 8);
-        let id = self.0.tag.load(Ordering::Relaxed) | random;
-        ConnectionId::new(&id.to_be_bytes())
+        let id = connection_id::ConnectionId {
+            tag: self.0.tag(),
+            shard: 0,
+            random: rand::random(),
+        };
+        ConnectionId::new(&id.to_bytes())
+    }
+
+    /// Accepts ids with the tag of this server's address. quinn answers packets with such ids and without a connection by a
+    /// stateless reset: an earlier process had the connection. The connection of any other id may live in another replica.
+    fn validate(&self, id: &ConnectionId) -> Result<(), InvalidCid> {
+        let id = connection_id::ConnectionId::parse(id).ok_or(InvalidCid)?;
+        (id.tag == self.0.tag()).then_some(()).ok_or(InvalidCid)
     }
 
     fn cid_len(&self) -> usize {
@@ -183,9 +214,21 @@ impl ConnectionIdGenerator for Ids {
     }
 }
 
-/// Opens the window of an agent's connection, once the agent is authenticated.
-pub fn open_window(connection: &Connection) {
-    connection.set_receive_window(CONNECTION_WINDOW_BYTES.into());
+/// Opens the socket of a server. The IPv6 wildcard address accepts IPv4 too, regardless of the system's default.
+///
+/// # Errors
+/// Fails if the address cannot be bound.
+pub fn bind(address: SocketAddr) -> io::Result<UdpSocket> {
+    let socket = socket2::Socket::new(
+        Domain::for_address(address),
+        Type::DGRAM,
+        Some(Protocol::UDP),
+    )?;
+    if address.is_ipv6() {
+        socket.set_only_v6(!address.ip().is_unspecified())?;
+    }
+    socket.bind(&address.into())?;
+    Ok(socket.into())
 }
 
 /// Opens the endpoint of an agent for one connection to `remote`.
@@ -195,7 +238,7 @@ pub fn open_window(connection: &Connection) {
 pub fn client(remote: SocketAddr) -> io::Result<Endpoint> {
     let socket = client_socket(remote)?;
     let runtime = Arc::new(TokioRuntime);
-    Endpoint::new(EndpointConfig::default(), None, socket, runtime)
+    Endpoint::new_with_abstract_socket(EndpointConfig::default(), None, socket, runtime)
 }
 
 /// Moves the connection of an agent to a new socket, and thus to a new port. The server follows.
@@ -203,7 +246,7 @@ pub fn client(remote: SocketAddr) -> io::Result<Endpoint> {
 /// # Errors
 /// Fails if no socket can be opened.
 pub fn rebind(endpoint: &Endpoint, remote: SocketAddr) -> io::Result<()> {
-    endpoint.rebind(client_socket(remote)?)
+    endpoint.rebind_abstract(client_socket(remote)?)
 }
 
 /// Returns the configuration of an agent's connection, by its TLS configuration for servers.
@@ -251,19 +294,20 @@ pub(super) fn transport() -> TransportConfig {
         .max_concurrent_uni_streams(0_u32.into())
         .datagram_receive_buffer_size(None)
         .max_idle_timeout(Some(idle.into()))
+        .initial_rtt(ASSUMED_ROUND_TRIP)
         // A link over QUIC is for paths that lose packets.
         .congestion_controller_factory(Arc::new(BoundedBbrConfig::default()));
     transport
 }
 
-fn client_socket(remote: SocketAddr) -> io::Result<UdpSocket> {
+fn client_socket(remote: SocketAddr) -> io::Result<Arc<Socket>> {
     let any: SocketAddr = match remote.is_ipv4() {
         true => (Ipv4Addr::UNSPECIFIED, 0).into(),
         false => (Ipv6Addr::UNSPECIFIED, 0).into(),
     };
     let socket = UdpSocket::bind(any)?;
     enlarge_buffers(&socket);
-    Ok(socket)
+    Socket::of_agent(socket)
 }
 
 fn enlarge_buffers(socket: &UdpSocket) {

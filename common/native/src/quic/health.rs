@@ -25,6 +25,9 @@ const ACK_DELAY: Duration = Duration::from_millis(50);
 /// Number of probe timeouts (RFC 9002, 6.2) without an answer until a link is unhealthy.
 const PROBE_TIMEOUTS: u32 = 3;
 
+/// Round trip that quinn assumes for a new address of the peer until the first measurement (RFC 9002, 6.2.2).
+pub(super) const ASSUMED_ROUND_TRIP: Duration = Duration::from_millis(333);
+
 /// Counters of a QUIC connection.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Counters {
@@ -59,6 +62,7 @@ pub(crate) enum Look {
 pub(crate) struct Health {
     received: u64,
     answers: u64,
+    /// Last measured round trip.
     round_trip: Duration,
     /// Datagrams sent when the peer's last answer was noticed.
     sent: u64,
@@ -71,9 +75,11 @@ impl Health {
     pub(crate) fn look(&mut self, now: Instant, counters: Counters, is_dialing: bool) -> Look {
         let is_heard = counters.received != self.received;
         self.received = counters.received;
-        let (answers, round_trip) = (counters.answers, counters.round_trip);
-        if (answers, round_trip) != (self.answers, self.round_trip) {
-            (self.answers, self.round_trip, self.sent) = (answers, round_trip, counters.sent);
+        let measured = Some(counters.round_trip)
+            .filter(|&now| now != self.round_trip && now != ASSUMED_ROUND_TRIP);
+        if measured.is_some() || self.answers != counters.answers {
+            self.round_trip = measured.unwrap_or(self.round_trip);
+            (self.answers, self.sent) = (counters.answers, counters.sent);
             self.unanswered = None;
             return Look::Answered;
         }
@@ -86,7 +92,7 @@ impl Health {
         };
         let silent = now.duration_since(since);
         // The addition of a half allows for a varying path.
-        let limit = PROBE_TIMEOUTS * (counters.round_trip * 3 / 2 + ACK_DELAY);
+        let limit = PROBE_TIMEOUTS * (self.round_trip * 3 / 2 + ACK_DELAY);
         match (silent >= limit.max(SHORTEST), is_heard) {
             (true, false) => Look::Silent(silent),
             (true, true) => Look::Waking(silent),
@@ -195,6 +201,28 @@ mod tests {
         link.counters.round_trip += Duration::from_nanos(1);
         assert_eq!(link.look(600, false), Look::Answered);
         assert_eq!(link.look(800, false), Look::Quiet);
+    }
+
+    #[test]
+    fn new_address_of_the_peer_is_no_answer() {
+        let mut link = Test::new(1);
+        link.send();
+        assert_eq!(link.look(0, false), Look::Unanswered);
+        assert_eq!(link.look(600, false), silent(600));
+        link.receive(0);
+        link.counters.round_trip = ASSUMED_ROUND_TRIP;
+        assert_eq!(
+            link.look(800, false),
+            Look::Waking(Duration::from_millis(800))
+        );
+        assert_eq!(link.look(1000, false), silent(1000));
+        // A ping that is answered, and then the first measurement of the new path.
+        link.receive(1);
+        assert_eq!(link.look(1200, false), Look::Answered);
+        assert_eq!(link.look(1400, false), Look::Quiet);
+        link.receive(0);
+        link.counters.round_trip = Duration::from_millis(2);
+        assert_eq!(link.look(1600, false), Look::Answered);
     }
 
     #[test]

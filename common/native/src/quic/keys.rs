@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_depend_on_the_private_key_and_on_their_use() {
+    fn reset_key_depends_on_the_private_key() {
         let sign = |private_key: &[u8]| {
             let keys = EndpointKeys::derive(private_key);
             hmac::sign(&keys.reset, b"x").as_ref().to_vec()

@@ -8,7 +8,7 @@ use culvert_host::net::loss::{Loss, LossMeter, Packets};
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_native::hello::{self, HelloError, NO_SESSION};
 use culvert_native::quic::TRIAL_BYTES;
-use culvert_native::quic::endpoint::{ServerEndpoint, open_window};
+use culvert_native::quic::endpoint::ServerEndpoint;
 use culvert_native::quic::link::Link;
 use culvert_native::quic::words::{Preferred, Word};
 use culvert_native::window::OPENER_HELD_BYTES;
@@ -53,8 +53,10 @@ enum LinkRefusal {
     /// The session does not exist here: a load balancer has chosen another server than for TCP.
     #[error("{NO_SESSION}; it connects over TCP first")]
     NoSession,
-    /// Another agent began the session.
-    #[error("{NO_SESSION}; it connects over TCP first")]
+    /// Another agent began the session, or the agent's token or certificate has changed.
+    #[error(
+        "the identity of the agent differs from the identity of its TCP connection; after a change of token or certificate, the agent has to connect over TCP again"
+    )]
     NotItsSession,
     /// The agent has too many QUIC connections.
     #[error("the agent has too many QUIC connections; it waits for the end of earlier ones")]
@@ -123,7 +125,7 @@ impl Agents {
             Err(why) => return context.refuse(why, &peer),
         };
         candidate.admit();
-        open_window(&connection);
+        endpoint.admit(&connection);
         let span = info_span!("agent", id = agent_id, session = "QUIC");
         let carried = agents.carry_quic(context, &second, connection, control);
         carried.instrument(span).await;

@@ -1,6 +1,7 @@
 //! Links between two endpoints on loopback.
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
+mod replicas;
 mod sockets;
 mod wire;
 
@@ -17,7 +18,7 @@ use tokio::time::timeout;
 use tokio_util::task::TaskTracker;
 
 use super::*;
-use crate::quic::endpoint::{ServerEndpoint, client, client_config, open_window};
+use crate::quic::endpoint::{ServerEndpoint, client, client_config};
 use crate::quic::keys::EndpointKeys;
 use crate::quic::streams::AHEAD_BYTES;
 use crate::quic::words::{End, Preferred};
@@ -89,7 +90,7 @@ impl Ends {
             (connection, control)
         };
         let (server, agent) = tokio::join!(accept, connect);
-        open_window(&server.0);
+        endpoint.admit(&server.0);
         Self {
             server,
             agent,

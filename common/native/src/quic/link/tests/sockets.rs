@@ -4,6 +4,7 @@ use nix::libc;
 use nix::sys::socket::setsockopt;
 use nix::sys::socket::sockopt::SetBool;
 use quinn::{EndpointConfig, TokioRuntime, TransportErrorCode};
+use socket2::{Domain, Protocol, Socket, Type};
 
 use super::*;
 use crate::quic::endpoint::rebind;
@@ -74,6 +75,42 @@ async fn streams_survive_a_changed_port_of_the_agent() {
         received.len()
     );
     sender.await.unwrap();
+}
+
+/// Returns true if quinn passes the server's datagrams to the kernel in batches.
+async fn sends_batches(pair: &Pair) -> bool {
+    let before = pair.server.connection.stats().udp_tx;
+    let ((_from_agent, mut to_agent), (mut from_server, _to_server)) = pair.open().await;
+    let sent = pattern(4 * MIB);
+    let send = async {
+        to_agent.send(sent.clone()).await.unwrap();
+        to_agent.finish().await.unwrap();
+    };
+    let ((), (received, end)) = tokio::join!(send, read(&mut from_server));
+    assert!(received == sent && end.is_none());
+    let after = pair.server.connection.stats().udp_tx;
+    after.ios - before.ios < after.datagrams - before.datagrams
+}
+
+#[tokio::test]
+async fn datagram_without_a_source_port_does_not_end_the_batches() {
+    let raw = Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::UDP));
+    let Ok(raw) = raw else {
+        assert_ne!(std::env::var("CI").as_deref(), Ok("true"), "no CAP_NET_RAW");
+        return eprintln!("skipped: a raw socket needs CAP_NET_RAW");
+    };
+    let pair = Pair::new().await;
+    assert!(sends_batches(&pair).await);
+    // An unknown version. The answer would be a list of versions (RFC 8999, 6).
+    let mut hello = vec![0; 1200];
+    hello[..6].copy_from_slice(&[0xc0, 0xfa, 0xfa, 0xfa, 0xfa, 8]);
+    let len = u16::try_from(8 + hello.len()).unwrap().to_be_bytes();
+    // A UDP header without a checksum.
+    let port = pair.address.port().to_be_bytes();
+    let header = [&[0, 0], &port[..], &len, &[0, 0]].concat();
+    let datagram = [header, hello].concat();
+    raw.send_to(&datagram, &pair.address.into()).unwrap();
+    assert!(sends_batches(&pair).await);
 }
 
 /// A peer with a forged address never answers a Retry packet, and so never reaches the code behind `accept`.
