@@ -296,17 +296,15 @@ impl Servers {
 
     /// Returns the recent cuts of the connection to a server. The server's id proves that the server has lived since.
     fn cuts(&self, server_id: &str) -> Cuts {
+        self.cuts.lock().get(server_id).cloned().unwrap_or_default()
+    }
+
+    /// Records a cut of the connection to a server, and forgets the servers whose cuts no longer count.
+    fn was_cut(&self, server_id: &str) {
         let mut cuts = self.cuts.lock();
         let now = Instant::now();
         cuts.retain(|_, cuts| !cuts.is_over(now));
-        cuts.get(server_id).cloned().unwrap_or_default()
-    }
-
-    fn was_cut(&self, server_id: &str) {
-        let mut cuts = self.cuts.lock();
-        cuts.entry(server_id.to_owned())
-            .or_default()
-            .add(Instant::now());
+        cuts.entry(server_id.to_owned()).or_default().add(now);
     }
 
     /// Runs a native connection; the search learns of the notices of its server.
@@ -555,6 +553,16 @@ mod tests {
             let view = servers.view(&count);
             assert_eq!((view.announced, view.follows), (2, follows));
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn cuts_of_servers_that_are_gone_are_forgotten() {
+        let (servers, hour) = (connected_to("a"), Duration::from_secs(3600));
+        for id in 0..9 {
+            servers.was_cut(&id.to_string());
+            tokio::time::advance(hour).await;
+        }
+        assert_eq!(servers.cuts.lock().len(), 1);
     }
 
     #[test]
