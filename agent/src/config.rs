@@ -59,7 +59,8 @@ pub struct Config {
     pub sync_interval: Duration,
     /// Longest pause after repeated failures. Default 10 s, never below `sync_interval`.
     pub sync_interval_cap: Duration,
-    /// Idle time before the agent pings a server. Default 1 h, at least [`KEEPALIVE_FLOOR`].
+    /// Idle time before the agent pings a server. Default 1 h, at least [`KEEPALIVE_FLOOR`]. The packet transport uses at
+    /// least [`PACKET_KEEPALIVE_FLOOR`].
     pub keepalive_time: Duration,
     /// File with the service account token, read again for every attempt to connect. `None` sends no token.
     pub token_path: Option<PathBuf>,
@@ -101,6 +102,14 @@ pub struct Config {
 
 /// grpc-go's lower bound on a client's keepalive interval (`internal.KeepaliveMinPingTime`).
 pub const KEEPALIVE_FLOOR: Duration = Duration::from_secs(10);
+
+/// Interval of pings that a stock server accepts (`MinTime` in upstream's `cmd/server/app/server.go`). A stock server closes
+/// connections that ping more often.
+pub const STOCK_PING_INTERVAL: Duration = Duration::from_secs(30);
+
+/// Shortest idle time before the agent pings a server over the packet transport. One second longer than
+/// [`STOCK_PING_INTERVAL`], because the clocks of two hosts differ.
+pub const PACKET_KEEPALIVE_FLOOR: Duration = Duration::from_secs(31);
 
 /// Lower bound on the sync intervals. The stock agent has no lower bound: at 0 the agent loops
 /// without a pause, with one TLS handshake per turn.

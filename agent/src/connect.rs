@@ -27,7 +27,7 @@ use culvert_native::COUNT_PUSHED_HEADER;
 use culvert_native::hello::{self, Answer};
 use culvert_native::link::{AGENT_SEND_BYTES, Opener, Requests, Taker, TakerLimits};
 use culvert_native::resume::{self, MaybeResumable, Process, ResumableIo};
-use culvert_native::window::{Inbound, PING_TIMEOUT, Pings, WindowProfile};
+use culvert_native::window::{Inbound, Pings, WindowProfile};
 use futures_util::Stream;
 use rustls_pki_types::ServerName;
 use tokio::net::TcpStream;
@@ -46,7 +46,7 @@ use crate::files::{Files, Reloader};
 use crate::introduction::{metadata, server_of};
 use crate::link::{ResumableLink, Tls};
 use crate::metrics::AgentMetrics;
-use crate::packet::OUTGOING_BYTES;
+use crate::packet::{self, OUTGOING_BYTES};
 use crate::process::this_process;
 use crate::quic::{Offer, Origin, Second};
 use crate::search::Unanswered;
@@ -440,10 +440,7 @@ impl Connector {
                     .into(),
             ));
         }
-        let pings = Pings {
-            idle: self.config.keepalive_time,
-            timeout: PING_TIMEOUT,
-        };
+        let pings = packet::pings(self.config.keepalive_time);
         let opened = Opener::for_packets(tls, inbound, pings).await;
         let (requests, mut opener) =
             opened.map_err(|error| ConnectError::Http(error.to_string()))?;

@@ -4,6 +4,7 @@ mod endpoint;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use culvert_konnectivity::agent_mux::{Effect, Mux};
 use culvert_konnectivity::grpc::Reader;
@@ -12,7 +13,7 @@ use culvert_konnectivity::message::{ConnectId, DialId, Message};
 use culvert_konnectivity::metrics::Segment;
 use culvert_konnectivity::queue::{self, SendWithinError};
 use culvert_konnectivity::small_traffic::TrafficMeter;
-use culvert_native::window::Inbound;
+use culvert_native::window::{Inbound, PING_TIMEOUT, Pings};
 use culvert_stream::{CloseReason, PEER_STALL};
 use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
@@ -20,6 +21,7 @@ use tracing::warn;
 
 use self::endpoint::{Endpoint, Incoming};
 use crate::agent::Agent;
+use crate::config::PACKET_KEEPALIVE_FLOOR;
 
 /// Bytes that may wait for sending to one server, for all connections together. A smaller value costs
 /// throughput over long paths; a larger value adds latency to packets at the end of the queue.
@@ -29,6 +31,14 @@ pub(crate) const OUTGOING_BYTES: usize = 512 * 1024;
 /// so the streams of an agent's processes, and of a process after a reconnect, start at random ids. The ids of two streams
 /// overlap only by a rare accident, and an id needs at most six bytes on the wire.
 const FIRST_IDS: i64 = 1 << 40;
+
+/// Returns the times of the pings for `--keepalive-time`.
+pub(crate) fn pings(keepalive_time: Duration) -> Pings {
+    Pings {
+        idle: keepalive_time.max(PACKET_KEEPALIVE_FLOOR),
+        timeout: PING_TIMEOUT,
+    }
+}
 
 /// Shared state of one packet stream.
 pub(crate) struct ServerStream {
@@ -220,5 +230,17 @@ impl ServerStream {
             Effect::Ignored => {}
         }
         None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn short_keepalive_time_is_raised_to_the_shortest_that_stock_servers_accept() {
+        let idle = |seconds| pings(Duration::from_secs(seconds)).idle;
+        assert_eq!(idle(10), Duration::from_secs(31));
+        assert_eq!(idle(3600), Duration::from_secs(3600));
     }
 }

@@ -8,6 +8,7 @@
 //! | [`traffic`] | bulk transfers, many connections, services that send or close first, half closes |
 //! | [`failures`] | failed dials, and dials cancelled by the client |
 //! | [`frozen`] | an agent that stops answering |
+//! | [`keepalive`] | idle links with a short `--keepalive-time` |
 //! | [`leases`] | leases of servers, and their number |
 //! | [`lives`] | killed, restarted and drained programs |
 //! | [`many`] | several servers, and several agents with one id |
@@ -28,6 +29,7 @@ mod case;
 mod failures;
 mod frozen;
 mod held;
+mod keepalive;
 mod leases;
 mod lives;
 mod many;

@@ -59,7 +59,8 @@ pub(super) struct ServerFlags {
     #[arg(long, value_name = "LIST")]
     pub(super) alpn_proto: Vec<StringSlice>,
 
-    /// Idle time after which the server is pinged; at least 10s. A Culvert server is pinged after 30s at the latest
+    /// Idle time after which the server is pinged; at least 10s, and at least 31s for stock servers, which close
+    /// connections that ping more often. A Culvert server is pinged after 30s at the latest
     #[arg(long, value_name = "DURATION", default_value = "1h")]
     pub(super) keepalive_time: GoDuration,
 }

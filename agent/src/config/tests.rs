@@ -421,6 +421,7 @@ fn too_small_intervals_are_raised_with_a_warning() {
         [
             "--sync-interval=0s is raised to 10ms",
             "--keepalive-time=1s is raised to 10s",
+            "--keepalive-time=1s: a stock server is pinged every 31s, because a stock server closes connections that ping more often",
         ]
     );
 }

@@ -4,14 +4,14 @@
 
 use std::time::Duration;
 
-use culvert_host::flags::{HostPort, Problems, StringSlice};
+use culvert_host::flags::{GoDuration, HostPort, Problems, StringSlice};
 use culvert_host::net::destinations::{Destinations, Program};
 use culvert_konnectivity::identifiers;
 
 use super::flags::{CONTENT_TYPE, DestinationFlags, Flags, SERVER_HOST, ServerFlags, TunnelFlags};
 use super::{
     ClientCert, Config, INTERVAL_FLOOR, KEEPALIVE_FLOOR, LeaseCount, LinkTransport,
-    ServerCountSource, XFR_CHANNEL_SIZE_MAX,
+    PACKET_KEEPALIVE_FLOOR, STOCK_PING_INTERVAL, ServerCountSource, XFR_CHANNEL_SIZE_MAX,
 };
 
 /// Default of `--drain-timeout`.
@@ -47,6 +47,13 @@ impl Flags {
         let (sync_interval, sync_interval_cap) = self.intervals(p);
         let keepalive = self.server.keepalive_time;
         let keepalive_time = p.at_least("keepalive-time", keepalive, KEEPALIVE_FLOOR);
+        if keepalive_time < STOCK_PING_INTERVAL {
+            let floor = GoDuration::from(PACKET_KEEPALIVE_FLOOR);
+            p.warn(format!(
+                "--keepalive-time={keepalive}: a stock server is pinged every {floor}, because a stock server closes \
+                 connections that ping more often"
+            ));
+        }
         let drain_timeout = self.tunnel.drain_timeout(p);
         let drain_linger = p.not_negative("drain-linger", self.tunnel.drain_linger);
         let resume_grace = p.not_negative("resume-grace", self.tunnel.resume_grace);
