@@ -187,9 +187,7 @@ impl Connector {
     ) -> Result<Reached, ConnectError> {
         let deadline = Instant::now() + CONNECT_TIMEOUT;
         let metadata = metadata(&self.config, deadline).await?;
-        let (tcp, mut via) = timeout_at(deadline, self.tcp(deadline))
-            .await
-            .map_err(|_| ConnectError::TimedOut("connecting"))??;
+        let (tcp, mut via) = self.tcp(deadline).await?;
         let congestion = congestion(&tcp);
         let origin = self.quic_origin(&tcp, via.as_ref());
         let tls = self.handshake(tcp, deadline).await?;
@@ -307,13 +305,13 @@ impl Connector {
         &self.agent.metrics
     }
 
-    /// Opens a TCP connection to a server. Returns also its address, if the name has several.
+    /// Opens a TCP connection to a server before the deadline. Returns also its address, if the name has several.
     pub(crate) async fn tcp(
         &self,
         deadline: Instant,
     ) -> Result<(TcpStream, Option<Via>), ConnectError> {
         let (stream, via) = match self.config.server_address {
-            Some(address) => (dial_direct(vec![address]).await?, None),
+            Some(address) => (dial_direct(vec![address], deadline).await?, None),
             None => self.tcp_by_name(deadline).await?,
         };
         // An error here is ignored: if the connection is already gone, the TLS handshake fails too.
@@ -336,10 +334,10 @@ impl Connector {
             let stream = stream.map_err(|error| ConnectError::Proxy(error.to_string()))?;
             return Ok((stream, None));
         }
-        let found = dial::lookup("tcp", host, port, CONNECT_TIMEOUT).await;
+        let found = dial::lookup("tcp", host, port, until(deadline)).await;
         let found = found.map_err(|error| ConnectError::Unreachable(error.text))?;
         let mut via = self.addresses.begin(found);
-        let stream = dial_direct(via.order().to_vec()).await?;
+        let stream = dial_direct(via.order().to_vec(), deadline).await?;
         if let Ok(address) = stream.peer_addr() {
             via.reached(address);
         }
@@ -505,8 +503,16 @@ impl Connector {
     }
 }
 
-async fn dial_direct(addresses: Vec<SocketAddr>) -> Result<TcpStream, ConnectError> {
-    dial::dial_addresses("tcp", addresses, CONNECT_TIMEOUT)
+/// Returns the time that is left until a deadline.
+fn until(deadline: Instant) -> Duration {
+    deadline.saturating_duration_since(Instant::now())
+}
+
+async fn dial_direct(
+    addresses: Vec<SocketAddr>,
+    deadline: Instant,
+) -> Result<TcpStream, ConnectError> {
+    dial::dial_addresses("tcp", addresses, until(deadline))
         .await
         .map_err(|error| ConnectError::Unreachable(error.text))
 }

@@ -9,7 +9,9 @@ use culvert_kit::pki::{CLUSTER_NAME, Pair, Pki};
 use culvert_tests::kube_api::KubeApi;
 use culvert_tests::metrics::scrape;
 use culvert_tests::ports::Ports;
-use culvert_tests::{Executable, Mode, Program, Topology, Transport, eventually, namespace};
+use culvert_tests::{
+    Executable, Mode, Program, Topology, Transport, black_hole, eventually, namespace,
+};
 use parking_lot::Mutex;
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use tempfile::TempDir;
@@ -247,9 +249,11 @@ async fn gets_past(silence: Silence) {
     lone.start(&[&port(&server)], &[]);
     server.call().await;
     assert_eq!(seen.load(Ordering::Relaxed), 2);
-    lone.program()
-        .wait_for_log("timed out after 20 s", LIMIT)
-        .await;
+    let step = match silence {
+        Silence::Tcp => "timed out while waiting for the TLS handshake",
+        Silence::Tls | Silence::Preface => "timed out while waiting for the server's answer",
+    };
+    lone.program().wait_for_log(step, LIMIT).await;
 }
 
 #[tokio::test]
@@ -259,6 +263,21 @@ async fn silent_server_does_not_stop_the_search() {
         gets_past(Silence::Tls),
         gets_past(Silence::Preface),
     );
+}
+
+#[tokio::test]
+async fn server_that_drops_packets_is_named_in_the_error() {
+    let hole = black_hole().await;
+    let mut lone = Lone::new();
+    lone.start(
+        &[&format!("--proxy-server-port={}", hole.addr().port())],
+        &[],
+    );
+    let text = format!(
+        "cannot reach the server: dial tcp {}: i/o timeout",
+        hole.addr()
+    );
+    lone.program().wait_for_log(&text, LIMIT).await;
 }
 
 #[tokio::test]

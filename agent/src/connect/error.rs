@@ -6,7 +6,6 @@ use culvert_host::tls;
 use culvert_konnectivity::grpc::CallError;
 use culvert_native::hello::HelloError;
 
-use super::CONNECT_TIMEOUT;
 use crate::introduction::IntroductionError;
 
 /// Refusal of an agent without a token: upstream's text (`pkg/server/server.go`), which Culvert servers send too.
@@ -40,7 +39,7 @@ pub(crate) enum ConnectError {
     #[error("{0}")]
     Answer(String),
     /// A step took too long.
-    #[error("timed out after {s} s while {0}", s = CONNECT_TIMEOUT.as_secs())]
+    #[error("timed out while {0}")]
     TimedOut(&'static str),
 }
 
