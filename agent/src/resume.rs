@@ -12,7 +12,7 @@ use culvert_native::resume::{self, Attached, Base, EXPORTER_LABEL, ResumeAnswer,
 use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use rand::Rng as _;
 use tokio::sync::{Semaphore, watch};
-use tokio::time::{Instant, sleep_until, timeout, timeout_at};
+use tokio::time::{Instant, sleep_until, timeout_at};
 use tracing::{debug, info, warn};
 
 use crate::addresses::Via;
@@ -122,7 +122,7 @@ where
     loop {
         let reached = tokio::select! {
             () = sleep_until(next) => {
-                attempts.push(timeout(ATTEMPT_TIMEOUT, attempt()));
+                attempts.push(attempt());
                 let jitter = 1.0 + rand::rng().random_range(0.0..JITTER);
                 next = Instant::now() + pause.mul_f64(jitter);
                 pause = (pause * 2).min(LONGEST_PAUSE);
@@ -137,12 +137,12 @@ where
             }
         };
         match reached {
-            Ok(Ok(Reached::Resumed {
+            Ok(Reached::Resumed {
                 attached,
                 via,
                 congestion,
                 socket,
-            })) => {
+            }) => {
                 // The old connection may work again. The change to the new one then changes no state.
                 let is_attached = *state.borrow_and_update() == State::Attached;
                 if link.session.attach(*attached).is_err() {
@@ -159,24 +159,23 @@ where
                 }
                 return Ended::Moved(via);
             }
-            Ok(Ok(Reached::Over)) => {
+            Ok(Reached::Over) => {
                 return Ended::Over("the server has ended the session".into());
             }
-            Ok(Ok(Reached::Other)) => {
+            Ok(Reached::Other) => {
                 debug!("another server answered the request to resume");
                 if quick > 0 {
                     quick -= 1;
                     next = Instant::now();
                 }
             }
-            Ok(Err(error)) => {
+            Err(error) => {
                 let text = error.to_string();
                 match failures.is_new(&text) {
                     true => warn!(error = text, "cannot resume the link to the server"),
                     false => debug!(error = text, "still cannot resume the link to the server"),
                 }
             }
-            Err(_) => debug!("an attempt to resume the link to the server timed out"),
         }
     }
 }
@@ -187,8 +186,8 @@ async fn settled(state: &mut watch::Receiver<State>) -> Option<State> {
     state.wait_for(is_settled).await.ok().map(|state| *state)
 }
 
-/// Makes one attempt. `connected` has the ids of the connected servers: a connected server of an older version then
-/// does not take the request for a new agent.
+/// Makes one attempt; each step ends at the deadline of the attempt. `connected` has the ids of the connected servers: a
+/// connected server of an older version then does not take the request for a new agent.
 async fn attempt(
     connector: &Connector,
     server_id: &str,
@@ -210,7 +209,13 @@ async fn attempt(
     if !connector.is_native(&tls) {
         return Ok(Reached::Other);
     }
-    let _turn = timeout(TURN, turn.acquire()).await;
+    let _turn = timeout_at(deadline.min(Instant::now() + TURN), turn.acquire()).await;
+    // A request replaces the connection of an earlier request, so no request is sent too late for its answer.
+    if Instant::now() >= deadline {
+        return Err(ConnectError::TimedOut(
+            "waiting for an earlier request to resume",
+        ));
+    }
     let mut headers = metadata.into_headers();
     hello::add_connected(&mut headers, &connected);
     if let Some(process) = connector.process() {
