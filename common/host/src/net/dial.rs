@@ -6,6 +6,8 @@
 //! first family has failed. Within a family, addresses are tried one after another, each with a share of the
 //! remaining time.
 
+mod lookups;
+
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs as _};
 use std::pin::pin;
@@ -13,11 +15,11 @@ use std::time::Duration;
 
 use socket2::{SockRef, TcpKeepalive};
 use tokio::net::{TcpSocket, TcpStream};
-use tokio::sync::Semaphore;
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, timeout_at};
 use tracing::warn;
 
+use self::lookups::{LOOKUPS, Lookups};
 use super::destinations::{Denial, Destinations};
 use super::listen::{TOO_MANY_FILES, is_last};
 
@@ -36,17 +38,10 @@ const SELF_CONNECT_RETRIES: u32 = 2;
 /// Maximum timeout. A longer timeout is cut to this value, because adding it to the clock could fail.
 const FAR_FUTURE: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// Largest number of concurrent lookups of endpoint names: three quarters of the 512 threads that the runtime has for blocking
-/// calls. A silent resolver holds the thread of each lookup for up to a minute, and files and the names of servers need
-/// threads, too.
-const MAX_LOOKUPS: usize = 384;
-
-static LOOKUPS: Semaphore = Semaphore::const_new(MAX_LOOKUPS);
-
 /// Bounds on the dials for one purpose.
 struct Bounds {
-    /// Places for lookups; `None` for any number of lookups.
-    lookups: Option<&'static Semaphore>,
+    /// Shared lookups with a limit; `None` for any number of lookups.
+    lookups: Option<&'static Lookups>,
     /// Returns true for a socket that a connection must not use.
     is_reserved: fn(&TcpSocket) -> bool,
 }
@@ -329,27 +324,16 @@ async fn resolve(
 
 /// Looks up the addresses of a name.
 async fn addresses(host: &str, port: u16, bounds: &Bounds) -> io::Result<Vec<SocketAddr>> {
-    let host = host.to_owned();
-    let call = move || (host.as_str(), port).to_socket_addrs();
-    Ok(in_place(bounds.lookups, call).await?.collect())
-}
-
-/// Waits for a place, and makes a blocking call. The call itself holds the place: it keeps its thread after the caller has
-/// given up.
-async fn in_place<T: Send + 'static>(
-    places: Option<&'static Semaphore>,
-    call: impl FnOnce() -> io::Result<T> + Send + 'static,
-) -> io::Result<T> {
-    let place = match places {
-        // The semaphore is never closed.
-        Some(places) => places.acquire().await.ok(),
-        None => None,
+    let call = |host: &str| Ok((host, 0).to_socket_addrs()?.collect());
+    let mut found: Vec<SocketAddr> = match bounds.lookups {
+        Some(lookups) => lookups.share(host, call).await?,
+        None => {
+            let host = host.to_owned();
+            spawn_blocking(move || call(&host)).await??
+        }
     };
-    let called = spawn_blocking(move || {
-        let _place = place;
-        call()
-    });
-    called.await?
+    found.iter_mut().for_each(|address| address.set_port(port));
+    Ok(found)
 }
 
 /// Drops the addresses that the policy denies.

@@ -4,6 +4,7 @@ use socket2::{Domain, Socket, Type};
 use tokio::net::TcpListener;
 
 use super::super::destinations::Program;
+use super::lookups::MAX_LOOKUPS;
 use super::*;
 
 /// Timeout that is long enough for every test.
@@ -436,28 +437,16 @@ async fn name_has_each_address_once_and_in_order() {
     );
 }
 
-#[tokio::test]
-async fn abandoned_lookup_keeps_its_place_until_it_ends() {
-    static PLACES: Semaphore = Semaphore::const_new(1);
-    let moment = Duration::from_millis(10);
-    let (end, ended) = std::sync::mpsc::channel::<()>();
-    let hanging = in_place(Some(&PLACES), move || {
-        let _ = ended.recv();
-        Ok(())
-    });
-    tokio::time::timeout(moment, hanging).await.unwrap_err();
-    let waiting = in_place(Some(&PLACES), || Ok(()));
-    tokio::time::timeout(moment, waiting).await.unwrap_err();
-    drop(end);
-    in_place(Some(&PLACES), || Ok(())).await.unwrap();
-}
-
 #[tokio::test(start_paused = true)]
 async fn names_of_endpoints_wait_for_a_place_and_names_of_servers_do_not() {
-    let _all = LOOKUPS.acquire_many(MAX_LOOKUPS as u32).await.unwrap();
+    let _all = LOOKUPS
+        .places
+        .acquire_many(MAX_LOOKUPS as u32)
+        .await
+        .unwrap();
     let any = Destinations::default();
-    let error = dial_permitted("tcp", "localhost:1", AMPLE, &any).await;
-    let text = "dial tcp: lookup localhost: i/o timeout";
+    let error = dial_permitted("tcp", "waiting.invalid:1", AMPLE, &any).await;
+    let text = "dial tcp: lookup waiting.invalid: i/o timeout";
     assert_eq!(error.unwrap_err().text, text);
     lookup("tcp", "localhost", 80, AMPLE).await.unwrap();
 }
