@@ -392,15 +392,18 @@ fn two_clients_of_one_name_coexist_only_with_duplicate_cn() {
         let server = Server::start(&cluster, "http-connect", &[listen]).await;
         let mut old = client_with(openvpn, &cluster, "tun5", pair, with);
         old.is_up().await;
-        // Both clients add the same route. With the same metric, the second addition fails while the first route exists, and
-        // the old client removes that one.
-        let with = format!("{with} --route-metric 1");
+        // Both clients have one address and one gateway in one namespace, so the kernel may choose the old client's interface
+        // for a route of the new client. The test adds the route when the old client's address is gone.
+        let with = format!("{with} --route-noexec");
         let mut new = client_with(openvpn, &cluster, "tun6", pair, &with);
         new.is_up().await;
         server
             .says("replaced by a newer client of the same name")
             .await;
         old.says("process restarting", 1).await;
+        cluster
+            .client
+            .ip("route add 10.20.0.1 via 10.20.0.5 dev tun6");
         server.has_clients(1).await;
         scenario::reaches_everything(&server, &cluster, NODE).await;
     });
