@@ -16,8 +16,8 @@ use quinn::{AsyncUdpSocket, Runtime as _, TokioRuntime, UdpPoller};
 #[derive(Debug)]
 pub(super) struct Socket {
     inner: Arc<dyn AsyncUdpSocket>,
-    /// True if the kernel may show IPv4 addresses in the form of IPv6. quinn gets the IPv4 addresses: if the port of an IPv4
-    /// address changes, quinn keeps its measurements of the path, and drops them otherwise (`Connection::migrate`).
+    /// True if the kernel may show IPv4 addresses in the form of IPv6. quinn gets the IPv4 addresses, because quinn keeps its
+    /// measurements of the path only if the address is IPv4 and only the port changes (`Connection::migrate`).
     is_dual: bool,
 }
 
