@@ -258,3 +258,44 @@ async fn early_answer_arrives_although_the_upload_was_not_read() {
         server_is_idle(&topology).await;
     }
 }
+
+/// Models an HTTP service that ends its answer, and closes without reading the upload.
+#[tokio::test]
+async fn end_of_an_answer_reaches_a_client_although_the_endpoint_resets_afterwards() {
+    let topology = Topology::simple(Mode::HttpConnect, Transport::Tcp).await;
+    let endpoint = Endpoint::start().await;
+    let (mut stream, mut far) = pair(&topology, &endpoint).await;
+    let answer = vec![2; MIB as usize];
+    let answering = tokio::spawn({
+        let answer = answer.clone();
+        async move {
+            far.write_all(&answer).await.unwrap();
+            far.shutdown().await.unwrap();
+            far
+        }
+    });
+    // The client reads until the server has written the last byte, so that the kernel holds the rest of the answer.
+    let (mut received, labels) = (Vec::new(), [("direction", "from_endpoint")]);
+    loop {
+        let metrics = topology.server_metrics(0).await;
+        if value(&metrics, "culvert_tunnel_bytes_total", &labels) == answer.len() as f64 {
+            break;
+        }
+        let mut piece = [0; 16 * 1024];
+        let read = timely("the answer", stream.read(&mut piece)).await;
+        received.extend_from_slice(&piece[..read.unwrap()]);
+    }
+    reset(answering.await.unwrap());
+    // The agent learns of the reset by a write. The upload ends with bytes that the server has not read.
+    let labels = [("reason", "endpoint_lost")];
+    loop {
+        send(&mut stream, 1024).await;
+        let metrics = topology.server_metrics(0).await;
+        if value(&metrics, "culvert_connections_closed_total", &labels) == 1.0 {
+            break;
+        }
+    }
+    let _ = stream.write_all(&[1; 1024]).await;
+    received.extend(read_rest(&mut stream).await);
+    assert!(received == answer, "{} bytes", received.len());
+}

@@ -159,12 +159,15 @@ async fn carry<R, W>(
         inner: WriteSink::new(write, CloseReason::ClientLost),
         first_byte_gate,
         metrics: frontend.metrics.clone(),
+        is_finished: false,
     };
     let id = frontend.next_connection();
     let gone = pin!(std::future::pending());
     let client = (&mut source, &mut sink);
     let reason = frontend.run(id, dial, client, gone, connection).await;
     let ends_orderly = match reason {
+        // A reset would discard the last bytes of a complete answer.
+        _ if sink.is_finished => true,
         CloseReason::EndpointClosed => true,
         CloseReason::AgentLost | CloseReason::Switched => !R::TELLS_INCOMPLETE_END,
         _ => false,
@@ -257,6 +260,8 @@ struct ClientSink<W> {
     inner: WriteSink<W>,
     first_byte_gate: FirstByteGate,
     metrics: Arc<ServerMetrics>,
+    /// True once the server has sent the end of the endpoint's bytes, or has tried to.
+    is_finished: bool,
 }
 
 impl<W: AsyncWrite + Unpin + Send> Sink for ClientSink<W> {
@@ -270,6 +275,8 @@ impl<W: AsyncWrite + Unpin + Send> Sink for ClientSink<W> {
     }
 
     async fn finish(&mut self) -> Result<(), CloseReason> {
-        self.inner.finish().await
+        self.inner.finish().await?;
+        self.is_finished = true;
+        Ok(())
     }
 }
