@@ -263,6 +263,40 @@ async fn thousands_of_cancelled_requests_in_one_burst_do_not_end_a_taker() {
     run.abort();
 }
 
+/// Clients may leave many connections of an agent while bytes for them are on their way.
+#[tokio::test]
+async fn late_bytes_of_many_reset_streams_do_not_end_an_opener() {
+    const STREAMS: usize = OPENER_RESET_STREAMS - 1;
+    let (near, mut far) = duplex(1 << 24);
+    far.write_all(&SETTINGS).await.unwrap();
+    let (mut requests, mut opener) = Opener::new(near, Arc::default(), Pings::default())
+        .await
+        .unwrap();
+    let run = tokio::spawn(async move { opener.run().await });
+    for _ in 0..STREAMS {
+        requests = requests.ready().await.unwrap();
+        let (_response, mut send) = requests.send_request(Request::new(()), false).unwrap();
+        tokio::task::yield_now().await;
+        send.send_reset(h2::Reason::CANCEL);
+    }
+    for id in (1..).step_by(2).take(STREAMS) {
+        let id = u32::to_be_bytes(id);
+        // A response with status 200, and one byte of DATA.
+        let response = [&[0_u8, 0, 1, 1, 4][..], &id, &[0x88]].concat();
+        let data = [&[0_u8, 0, 1, 0, 0][..], &id, &[7]].concat();
+        far.write_all(&[response, data].concat()).await.unwrap();
+    }
+    // The opener answers this PING if it has survived.
+    let ping = |flags| [&[0_u8, 0, 8, 6, flags, 0, 0, 0, 0][..], b"alive???"].concat();
+    far.write_all(&ping(0)).await.unwrap();
+    let mut output = Vec::new();
+    while !output.ends_with(&ping(1)) {
+        let read = timeout(LIMIT, far.read_buf(&mut output)).await.unwrap();
+        assert!(read.unwrap() > 0, "{:?}", run.await);
+    }
+    run.abort();
+}
+
 #[tokio::test]
 async fn broken_link_is_not_exhausted() {
     let (near, far) = duplex(1 << 16);
