@@ -347,16 +347,22 @@ impl Bound {
         let drained = drain::drained(frontend, config.graceful_shutdown_timeout);
         let draining = drain.clone();
         let needs_peer = !config.ready_without_agents;
-        let not_ready = move || match (draining.is_cancelled(), router.is_ready() || !needs_peer) {
+        let ready = router.clone();
+        let not_ready = move || match (draining.is_cancelled(), ready.is_ready() || !needs_peer) {
             (true, _) => Some(DRAINING),
             (false, false) => Some(NOT_READY),
             (false, true) => None,
         };
-        let health = admin::Routes::new()
-            .with_healthz()
-            .with_server_readyz(not_ready)
-            .with_metrics(page.clone());
-        let pages = || admin::Routes::new().with_metrics(page.clone());
+        let pages = || {
+            let (metrics, router, page) = (metrics.clone(), router.clone(), page.clone());
+            admin::Routes::new().with_metrics_at(&["/metrics"], move || {
+                metrics
+                    .tunnel_ready
+                    .set(f64::from(u8::from(router.is_ready())));
+                page.render()
+            })
+        };
+        let health = pages().with_healthz().with_server_readyz(not_ready);
         let admin_routes = match &self.admin {
             admin::AdminSocket::Plain(_) => pages(),
             _ => pages::add(pages(), &switcher),

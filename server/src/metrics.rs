@@ -201,6 +201,8 @@ pub struct ServerMetrics {
     pub agents_away: Gauge,
     /// Time from the request of a tunnel mode until nothing uses the previous tunnel, in seconds.
     pub switch_duration: Histogram,
+    /// 1 while the readiness check finds a peer.
+    pub tunnel_ready: Gauge,
     /// 1 while a switch of tunnels is in progress.
     pub switching: Gauge,
     /// Number of problems of the tunnel mode that the status shows.
@@ -323,6 +325,11 @@ impl ServerMetrics {
                 SWITCH_DURATION,
                 &[],
                 "Time from the request of a tunnel mode until nothing uses the previous tunnel, in seconds.",
+            ),
+            tunnel_ready: registry.gauge(
+                "culvert_tunnel_ready",
+                &[],
+                "1 while /readyz finds a peer: an agent of the first strategy, or an OpenVPN client with routes.",
             ),
             switching: registry.gauge(
                 "culvert_tunnel_switching",

@@ -31,8 +31,14 @@ async fn server_serves_health_readiness_and_metrics_pages() {
     for path in ["/readyz", "/ready"] {
         page(health, path, 500, "no connection to any proxy agent").await;
     }
+    let tunnel_ready = async || {
+        let metrics = topology.server_metrics(0).await;
+        metrics.value("culvert_tunnel_ready", &[])
+    };
+    assert_eq!(tunnel_ready().await, Some(0.0));
     let agent = crate::scripts::agent(&topology, "one").await;
     server_shows(&topology, "ready_backends", &[], 1.0).await;
+    assert_eq!(tunnel_ready().await, Some(1.0));
     for path in ["/readyz", "/ready", "/readyz?verbose"] {
         page(health, path, 200, "ok").await;
     }

@@ -100,7 +100,9 @@ impl Server {
             let clients = self.metric("clients", &[]).await;
             let answer = self.get("/readyz").await.unwrap();
             let ready = answer.starts_with("HTTP/1.1 200") == routed;
-            (clients == wanted as f64 && ready)
+            let page = self.get("/metrics").await.unwrap();
+            let gauge = format!("\nculvert_tunnel_ready {}\n", u8::from(routed));
+            (clients == wanted as f64 && ready && page.contains(&gauge))
                 .then_some(())
                 .ok_or_else(|| format!("{clients} clients: {answer}"))
         })
