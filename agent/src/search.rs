@@ -90,8 +90,8 @@ pub(crate) struct View {
     pub connected: usize,
     /// Number of servers to connect to.
     pub announced: usize,
-    /// True if the announced number follows the servers: every connected server pushes changes, or the agent counts
-    /// leases.
+    /// True if the announced number follows the servers: every connected server pushes changes of a number that the agent
+    /// uses, or the agent counts leases, and every server may have one.
     pub follows: bool,
 }
 

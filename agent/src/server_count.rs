@@ -81,9 +81,12 @@ impl ServerCount {
         self.of(&self.known.lock())
     }
 
-    /// Returns true if the number includes leases that were found, and thus follows the servers.
-    pub(crate) fn has_leases(&self) -> bool {
-        self.source != Source::Announced && self.known.lock().has_leases
+    /// Returns true if every announced and every connected server may have a lease. The number of leases then follows
+    /// the servers. Otherwise there are servers without a lease, for example because of an old version or other labels.
+    pub(crate) fn leases_cover(&self, connected: usize) -> bool {
+        let known = self.known.lock();
+        let connected = i64::try_from(connected).unwrap_or(i64::MAX);
+        self.leases_cover_announced(&known) && connected <= known.leases
     }
 
     /// Waits until the number has changed since the last call.
@@ -93,16 +96,20 @@ impl ServerCount {
 
     fn change(&self, change: impl FnOnce(&mut Known)) {
         let mut known = self.known.lock();
-        let (from, had_leases) = (self.of(&known), known.has_leases);
+        let (from, covered) = (self.of(&known), self.leases_cover_announced(&known));
         change(&mut known);
-        let to = self.of(&known);
+        let (to, covers) = (self.of(&known), self.leases_cover_announced(&known));
         if from != to {
             info!(from, to, "the number of servers changed");
             self.gauge.set(to as f64);
         }
-        if from != to || had_leases != known.has_leases {
+        if from != to || covered != covers {
             self.changes.notify_one();
         }
+    }
+
+    fn leases_cover_announced(&self, known: &Known) -> bool {
+        self.source != Source::Announced && known.has_leases && known.announced <= known.leases
     }
 
     fn of(&self, known: &Known) -> i64 {
@@ -119,6 +126,11 @@ impl ServerCount {
     /// Creates a count without leases.
     pub(crate) fn of_announcements() -> Self {
         Self::with(Source::Announced, Gauge::noop())
+    }
+
+    /// Creates a count of leases.
+    pub(crate) fn of_leases() -> Self {
+        Self::with(Source::Leases, Gauge::noop())
     }
 }
 
@@ -154,12 +166,15 @@ mod tests {
     #[test]
     fn last_number_of_leases_stays_without_live_leases() {
         let count = count(Source::Leases);
-        assert!(!count.has_leases());
+        assert!(!count.leases_cover(0));
         let lives = [Some(0), Some(3), Some(0), Some(2), None, Some(2)];
         for (live, current) in lives.into_iter().zip([1, 3, 3, 2, 2, 2]) {
             count.leases(live);
             let has_leases = live.is_some_and(|live| live > 0);
-            assert_eq!((count.current(), count.has_leases()), (current, has_leases));
+            assert_eq!(
+                (count.current(), count.leases_cover(0)),
+                (current, has_leases)
+            );
         }
     }
 
@@ -179,7 +194,7 @@ mod tests {
         assert!(!is_changed());
         count.announced(1);
         assert!(!is_changed());
-        // The number includes leases from now on.
+        // The leases cover the announced number from now on.
         count.leases(Some(1));
         assert!(is_changed());
         count.announced(4);
@@ -187,7 +202,9 @@ mod tests {
         // The larger number stays the same.
         count.leases(Some(3));
         assert!(!is_changed());
-        count.leases(Some(0));
-        assert!(is_changed() && !is_changed());
+        for leases in [4, 3, 4, 0] {
+            count.leases(Some(leases));
+            assert!(is_changed() && !is_changed(), "{leases}");
+        }
     }
 }

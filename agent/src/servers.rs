@@ -168,14 +168,19 @@ impl Servers {
             let present = table.values().filter(|server| !server.is_away());
             present.filter(|server| !server.notices().draining)
         };
-        if let Some(announced) = staying().map(Server::announced).max() {
+        let announced = staying().map(Server::announced).max();
+        if let Some(announced) = announced {
             count.announced(announced);
         }
-        let connected = staying().count();
+        let (connected, current) = (staying().count(), count.current());
+        let follows = |announced| {
+            let is_pushed = announced <= current && staying().all(Server::follows);
+            is_pushed || count.leases_cover(connected)
+        };
         View {
             connected,
-            announced: usize::try_from(count.current()).unwrap_or(usize::MAX),
-            follows: connected > 0 && (count.has_leases() || staying().all(Server::follows)),
+            announced: usize::try_from(current).unwrap_or(usize::MAX),
+            follows: announced.is_some_and(follows),
         }
     }
 
@@ -509,18 +514,24 @@ mod tests {
         };
         let (metrics, stop) = (AgentMetrics::new().unwrap(), CancellationToken::new());
         let destinations = Destinations::of_agent();
-        let agent = Agent::new(Arc::new(metrics), stop.clone(), limits, destinations);
+        let agent = Agent::new(Arc::new(metrics), stop, limits, destinations);
+        let servers = Servers::new(agent);
+        connect(&servers, id);
+        servers
+    }
+
+    /// Connects a native server, which did not push its number.
+    fn connect(servers: &Servers, id: &str) {
+        let (agent, stop) = (servers.agent.clone(), CancellationToken::new());
         let server = Server {
-            stream: Stream::Native(NativeServer::new(agent.clone(), Arc::default(), stop)),
+            stream: Stream::Native(NativeServer::new(agent, Arc::default(), stop)),
             count: 1,
             pushes: false,
             session: None,
             socket: None,
             via: None,
         };
-        let servers = Servers::new(agent);
         servers.table.lock().insert(id.to_owned(), server);
-        servers
     }
 
     #[test]
@@ -552,6 +563,36 @@ mod tests {
             push(follows);
             let view = servers.view(&count);
             assert_eq!((view.announced, view.follows), (2, follows));
+        }
+    }
+
+    #[test]
+    fn number_of_leases_follows_the_servers_unless_a_server_has_no_lease() {
+        let (servers, count) = (connected_to("a"), ServerCount::of_leases());
+        for (announced, pushes, leases, follows) in [
+            (1, false, Some(1), true),
+            (2, false, Some(1), false),
+            (2, true, Some(1), false),
+            (2, false, Some(2), true),
+            (2, false, None, false),
+            (2, true, None, true),
+        ] {
+            servers.duplicate("a", announced, pushes);
+            count.leases(leases);
+            let view = servers.view(&count);
+            assert_eq!(view.follows, follows, "{announced} {pushes} {leases:?}");
+        }
+        // More servers than announced have leases, or are connected.
+        servers.duplicate("a", 1, false);
+        connect(&servers, "b");
+        for (leases, follows) in [(3, true), (2, true), (1, false)] {
+            count.leases(Some(leases));
+            let expected = View {
+                connected: 2,
+                announced: leases,
+                follows,
+            };
+            assert_eq!(servers.view(&count), expected);
         }
     }
 
