@@ -5,11 +5,13 @@
 
 use std::pin::pin;
 
+use culvert_host::telemetry::log_once::LogOnce;
 use futures_util::StreamExt as _;
 use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
 use kube::runtime::watcher::Event;
 use kube::{Client, ResourceExt as _};
 use tokio::time::Instant;
+use tracing::{info, warn};
 
 use super::renewals::Renewals;
 use super::{DURATION, api};
@@ -18,9 +20,14 @@ use crate::object_cache::{ObjectCache, selected};
 /// Largest number of leases to keep. A selector that matches more leases is wrong.
 const MOST: usize = 1000;
 
+/// Warning if no lease is live, with the flags of the agent and of the servers that decide which leases exist.
+const NONE_LIVE: &str = "no lease of a server is live, so the number of servers stays the same; check \
+                         --lease-namespace, --lease-label-selector, and --enable-lease-controller of the servers";
+
 /// Counts the live leases in a namespace that match a label selector, and reports their number after every
 /// event, forever. Reports `None` if the number may be wrong, because the API fails for longer than [`DURATION`].
-/// An empty namespace means all namespaces; an empty selector matches every lease.
+/// An empty namespace means all namespaces; an empty selector matches every lease. The log reports once that no lease
+/// is live.
 pub async fn count_live(
     client: Client,
     namespace: &str,
@@ -30,6 +37,7 @@ pub async fn count_live(
     let mut events = pin!(selected(api(client, namespace), selector));
     let mut leases = ObjectCache::new("Leases of servers").at_most(MOST);
     let mut renewals = Renewals::default();
+    let mut missing = LogOnce::default();
     // Time of the first failure since the last success.
     let mut failing_since = None;
     while let Some(event) = events.next().await {
@@ -50,7 +58,15 @@ pub async fn count_live(
             let known = leases.values().map(|(name, spec)| (name.as_str(), spec));
             renewals.observe(Instant::now(), known);
             failing_since = None;
-            report(Some(renewals.live()));
+            let live = renewals.live();
+            if live == 0 && missing.is_new(NONE_LIVE) {
+                let found = leases.values().count();
+                warn!(namespace, selector, found, "{NONE_LIVE}");
+            }
+            if live > 0 && missing.has_recovered() {
+                info!(live, "found live leases of servers");
+            }
+            report(Some(live));
         }
     }
 }

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
 mod fake;
+mod log;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -18,6 +19,7 @@ use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
 use self::fake::{Fake, Fault, LABEL, lease};
+use self::log::Log;
 use super::count::count_live;
 use super::expired::Collector;
 use super::own::{Contents, OwnLease};
@@ -433,4 +435,38 @@ async fn count_survives_outages_and_expired_versions() {
     api.put(lease("c", "2001-01-01T00:00:00.000000Z"));
     sleep(seconds(40)).await;
     assert_eq!(*last.lock(), Some(2));
+}
+
+#[tokio::test(start_paused = true)]
+async fn missing_leases_are_logged_once_and_again_after_a_live_lease() {
+    let api = Fake::new();
+    let (log, _guard) = Log::of("culvert_kube::leases::count");
+    let warning = |found| {
+        let text = format!(
+            "WARN message=no lease of a server is live, so the number of servers stays the same; check \
+             --lease-namespace, --lease-label-selector, and --enable-lease-controller of the servers \
+             namespace=\"n\" selector=\"{LABEL}\" found={found}"
+        );
+        vec![text]
+    };
+    let (_last, _task) = count(&api);
+    sleep(seconds(1)).await;
+    assert_eq!(log.take(), warning(0));
+    renew(&api, &["a"], seconds(20)).await;
+    assert_eq!(
+        log.take(),
+        ["INFO message=found live leases of servers live=1"]
+    );
+    // Events of another lease, which is not live, prove that the lease of the server was not renewed.
+    let mut undated = lease("undated", "");
+    undated["spec"]["renewTime"] = Value::Null;
+    for _ in 0..9 {
+        api.put(undated.clone());
+        sleep(seconds(10)).await;
+    }
+    assert_eq!(log.take(), warning(2));
+    api.delete("undated");
+    api.delete("a");
+    sleep(seconds(1)).await;
+    assert_eq!(log.take(), [""; 0]);
 }
