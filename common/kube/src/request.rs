@@ -114,6 +114,11 @@ pub(crate) fn reason(error: &kube::Error, permission: impl FnOnce() -> String) -
         return root(error);
     };
     match status.code {
+        401 => format!(
+            "{}; the API does not accept the caller's own credentials: renew the certificate or token of --kubeconfig, \
+             or of the pod's account",
+            status.message
+        ),
         403 => format!("{}; allow the account to {}", status.message, permission()),
         code => format!("{} ({code})", status.message),
     }
@@ -162,6 +167,9 @@ mod tests {
         let forbidden = fails("update", status(403)).await.to_string();
         let advice = "says the API; allow the account to update services in namespace kubermatic";
         assert!(forbidden.contains(advice), "{forbidden}");
+        let unauthorized = fails("get", status(401)).await.to_string();
+        let advice = "says the API; the API does not accept the caller's own credentials: renew the certificate or token";
+        assert!(unauthorized.contains(advice), "{unauthorized}");
         let failed = fails("get", status(500)).await;
         assert_eq!(
             failed.to_string(),
