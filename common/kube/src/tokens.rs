@@ -26,7 +26,8 @@ use k8s_openapi::api::authentication::v1::{
 use kube::api::PostParams;
 use kube::{Api, Client};
 use parking_lot::Mutex;
-use tokio::time::{Instant, timeout};
+use rand::Rng as _;
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tonic::metadata::MetadataMap;
 
 use crate::pace::{Pace, Pacer};
@@ -41,8 +42,16 @@ pub const REMEMBER: Duration = Duration::from_secs(10);
 /// at most by default (`--sync-interval-cap`).
 const REMEMBER_UNSEEN: Duration = Duration::from_secs(30);
 
-/// Longest time for one review, counted from the start of its turn.
+/// Longest time for one review with its repeats, counted from the start of its turn.
 const REVIEW_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Number of repeats of a review that an overloaded API refuses. A review keeps its turn meanwhile, so repeats do not add
+/// reviews in progress.
+const REPEATS: u32 = 2;
+
+/// Shortest pause before the first repeat, equal to the `Retry-After` of an overloaded kube-apiserver. The second pause is
+/// twice as long. The actual pause is random, up to half longer.
+const REPEAT_PAUSE: Duration = Duration::from_secs(1);
 
 /// Longest wait of a review for its turn, equal to the time a peer has for its handshake: the native transport
 /// waits no longer, and stock agents do not wait forever.
@@ -259,21 +268,37 @@ impl Tokens {
             },
             ..TokenReview::default()
         };
-        let params = PostParams::default();
-        let asked = self.reviews.create(&params, &review);
-        let answer = timeout(REVIEW_TIMEOUT, asked).await;
-        let answer = answer
-            .map_err(|_| {
+        let (params, end) = (PostParams::default(), Instant::now() + REVIEW_TIMEOUT);
+        let mut refused = 0;
+        let answer = loop {
+            let asked = self.reviews.create(&params, &review);
+            let answer = timeout_at(end, asked).await.map_err(|_| {
                 failed(format!(
                     "no answer to the TokenReview within {REVIEW_TIMEOUT:?}"
                 ))
-            })?
-            .map_err(|error| {
-                let why = reason(&error, || PERMISSION.to_owned());
-                failed(format!("the Kubernetes API of the server: {why}"))
             })?;
+            let error = match answer {
+                Ok(answer) => break answer,
+                Err(error) => error,
+            };
+            refused += 1;
+            let may_repeat = is_overload(&error)
+                && refused <= REPEATS
+                && timeout_at(end, self.pause(refused)).await.is_ok();
+            if !may_repeat {
+                let why = reason(&error, || PERMISSION.to_owned());
+                return Err(failed(format!("the Kubernetes API of the server: {why}")));
+            }
+        };
         let status = answer.status.unwrap_or_default();
         self.account(status).map_err(AuthError::Invalid)
+    }
+
+    /// Waits until a review may be repeated.
+    async fn pause(&self, refused: u32) {
+        let pause = (REPEAT_PAUSE * refused).mul_f64(rand::rng().random_range(1.0..=1.5));
+        sleep(pause).await;
+        self.keep_pace().await;
     }
 
     /// Returns the account of a reviewed token, or the reason of the refusal.
@@ -299,10 +324,14 @@ impl Tokens {
     /// early do not delay others.
     async fn turn(&self, from: IpAddr) -> Turn {
         let turn = self.turns.take(from).await;
+        self.keep_pace().await;
+        turn
+    }
+
+    async fn keep_pace(&self) {
         if let Some(pacer) = &self.pacer {
             pacer.wait().await;
         }
-        turn
     }
 
     /// Checks that a user is the agents' service account.
@@ -331,6 +360,11 @@ impl Tokens {
         }
         Ok(())
     }
+}
+
+/// Returns true if the API, or a proxy in front of it, has no capacity for the request at the moment.
+fn is_overload(error: &kube::Error) -> bool {
+    matches!(error, kube::Error::Api(status) if matches!(status.code, 429 | 502 | 503 | 504))
 }
 
 /// Returns the error of a review without an outcome.

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::net::{Ipv4Addr, TcpListener};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use http::{Request, Response};
 use http_body_util::BodyExt as _;
@@ -395,6 +396,50 @@ async fn reviews_keep_the_pace_and_remembered_tokens_need_no_review() {
     assert!(agents.join_all().await.iter().all(Result::is_ok));
     assert_eq!(fake.present("d").await, Ok(ACCOUNT));
     fake.nothing_else_is_asked();
+}
+
+#[tokio::test(start_paused = true)]
+async fn review_refused_by_an_overloaded_api_is_repeated_twice() {
+    const CASES: [(&[u16], usize, bool); 4] = [
+        (&[429], 2, true),
+        (&[503, 504], 3, true),
+        (&[502, 502, 502], 3, false),
+        (&[500], 1, false),
+    ];
+    for (codes, reviews, is_accepted) in CASES {
+        let asked = Arc::new(AtomicUsize::new(0));
+        let counted = asked.clone();
+        let service = tower::service_fn(move |_: Request<Body>| {
+            let code = codes.get(counted.fetch_add(1, Ordering::Relaxed)).copied();
+            let user = json!({ "username": USER });
+            let status = json!({"authenticated": true, "audiences": ["x"], "user": user});
+            let answer = match code {
+                Some(code) => json!({"kind": "Status", "status": "Failure", "code": code}),
+                None => json!({"metadata": {}, "spec": {}, "status": status}),
+            };
+            let body = Body::from(answer.to_string().into_bytes());
+            async move { Response::builder().status(code.unwrap_or(200)).body(body) }
+        });
+        let tokens = tokens(Client::new(service, "default"), None);
+        let is_ok = tokens.check(&metadata("t"), HOST).await.is_ok();
+        let outcome = (asked.load(Ordering::Relaxed), is_ok);
+        assert_eq!(outcome, (reviews, is_accepted), "{codes:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn repeats_do_not_make_a_review_longer() {
+    let service = tower::service_fn(move |_: Request<Body>| async move {
+        sleep(Duration::from_secs(4)).await;
+        let body = json!({"kind": "Status", "status": "Failure", "code": 503}).to_string();
+        Response::builder()
+            .status(503)
+            .body(Body::from(body.into_bytes()))
+    });
+    let tokens = tokens(Client::new(service, "default"), None);
+    let started = Instant::now();
+    assert!(tokens.check(&metadata("t"), HOST).await.is_err());
+    assert_eq!(started.elapsed(), REVIEW_TIMEOUT);
 }
 
 /// Returns the reason why a token is refused if the kubeconfig's cluster has these fields.
