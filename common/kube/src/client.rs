@@ -23,6 +23,7 @@ use kube::client::Body;
 use kube::config::{Cluster, KubeconfigError};
 use kube::core::Status;
 use parking_lot::Mutex;
+use rand::Rng as _;
 use tokio::time::{Instant, sleep_until};
 use tower::{Service, service_fn};
 
@@ -36,6 +37,20 @@ pub const SILENCE: Duration = Duration::from_secs(34);
 
 /// Shortest time between the starts of two watches. A watch without changes lasts much longer.
 const WATCH_GAP: Duration = Duration::from_secs(1);
+
+/// Parameter of a watch with its lifetime in seconds.
+const LIFETIME: &str = "timeoutSeconds=";
+
+/// Shortest lifetime of the first watch after a list, in seconds.
+const SHORTEST_LIFETIME: u32 = 5;
+
+/// The watches of one path.
+struct Watches {
+    /// Earliest start of the next watch.
+    next: Instant,
+    /// Set if no watch has started since the last list.
+    is_first: bool,
+}
 
 /// Returns a client for a kubeconfig file, or for the pod's own account. `reloader` follows the kubeconfig under the
 /// name `files`. The namespace of the kubeconfig's context is read once.
@@ -64,26 +79,70 @@ where
 
 /// Returns a client that starts a watch of the same path at most once per [`WATCH_GAP`]. A proxy may answer every watch
 /// with a success and end it at once. `kube` then starts the next watch without a pause.
+///
+/// The first watch after each list has a random lifetime. Otherwise the watches of clients that have started together
+/// would end together forever.
 fn paced(client: Client) -> Client {
     let namespace = client.default_namespace().to_owned();
-    let starts = Arc::new(Mutex::new(HashMap::<String, Instant>::new()));
-    let service = service_fn(move |request: Request<Body>| {
-        let start = is_watch(&request).then(|| {
-            let (mut starts, now) = (starts.lock(), Instant::now());
-            let next = starts.entry(request.uri().path().to_owned()).or_insert(now);
-            let start = now.max(*next);
-            *next = start + WATCH_GAP;
-            start
-        });
-        let client = client.clone();
+    let paths = Arc::new(Mutex::new(HashMap::<String, Watches>::new()));
+    let service = service_fn(move |mut request: Request<Body>| {
+        let start = begin(&mut paths.lock(), &mut request);
+        let (client, paths) = (client.clone(), paths.clone());
         async move {
-            if let Some(start) = start {
-                sleep_until(start).await;
+            let Some(start) = start else {
+                return client.send(request).await;
+            };
+            sleep_until(start).await;
+            let path = request.uri().path().to_owned();
+            let answer = client.send(request).await?;
+            if answer.status().is_success()
+                && let Some(watches) = paths.lock().get_mut(&path)
+            {
+                watches.is_first = false;
             }
-            client.send(request).await
+            Ok(answer)
         }
     });
     Client::new(service, namespace)
+}
+
+/// Returns the time at which a watch may start, and shortens the first watch; `None` for any other request.
+fn begin(paths: &mut HashMap<String, Watches>, request: &mut Request<Body>) -> Option<Instant> {
+    let path = request.uri().path();
+    if !is_watch(request) {
+        if request.method() == Method::GET
+            && let Some(watches) = paths.get_mut(path)
+        {
+            watches.is_first = true;
+        }
+        return None;
+    }
+    let now = Instant::now();
+    let watches = paths.entry(path.to_owned()).or_insert(Watches {
+        next: now,
+        is_first: true,
+    });
+    let start = now.max(watches.next);
+    watches.next = start + WATCH_GAP;
+    if watches.is_first {
+        shorten(request.uri_mut());
+    }
+    Some(start)
+}
+
+/// Replaces the lifetime of a watch by a shorter random lifetime.
+fn shorten(uri: &mut http::Uri) {
+    let mut pairs = uri.query().unwrap_or_default().split('&');
+    let lifetime = pairs.find_map(|pair| pair.strip_prefix(LIFETIME)?.parse().ok());
+    let Some(longest) = lifetime else { return };
+    let shorter = rand::rng().random_range(SHORTEST_LIFETIME.min(longest)..=longest);
+    let (from, to) = (
+        format!("{LIFETIME}{longest}"),
+        format!("{LIFETIME}{shorter}"),
+    );
+    if let Ok(shortened) = uri.to_string().replace(&from, &to).parse::<http::Uri>() {
+        *uri = shortened;
+    }
 }
 
 /// Returns true if the request starts a watch.

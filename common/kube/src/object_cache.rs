@@ -4,8 +4,8 @@
 //! once. Its owner may limit the number of objects.
 //!
 //! An API server that sends nothing for [`SILENCE`] counts as unreachable. A watch without changes is silent,
-//! too, so each watch requests that the API server end it after half a minute; the next watch continues from
-//! the last version received.
+//! too, so each watch requests that the API server end it after half a minute at most; the next watch continues
+//! from the last version received.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -27,7 +27,8 @@ use crate::client::{SILENCE, root};
 const PAUSES: [Duration; 2] = [Duration::from_millis(800), Duration::from_secs(30)];
 
 /// Lifetime of a watch, in seconds, sent to the API. Kubernetes' own programs request 5 to 10 minutes, so a
-/// dead watch may look like a watch without changes for that long. Every new watch costs a small request.
+/// dead watch may look like a watch without changes for that long. Every new watch costs a small request. The client
+/// shortens the first watch after a list.
 const WATCH: u32 = 30;
 
 /// [`SILENCE`] must be longer than [`WATCH`], so that a watch that ends up to 3 s late is not a failure, but

@@ -321,6 +321,48 @@ async fn watches_that_end_at_once_are_started_once_per_second() {
     assert_eq!(started.elapsed(), 4 * WATCH_GAP);
 }
 
+/// Sends a request. Returns the lifetime that the API has received; `None` without a lifetime.
+async fn lifetime(client: &Client, queries: &Mutex<Vec<String>>, query: &str) -> Option<u32> {
+    let request = Request::get(format!("/api/v1/nodes?{query}"));
+    let sent = client.send(request.body(Body::empty()).unwrap()).await;
+    sent.unwrap();
+    let asked = queries.lock().pop().unwrap();
+    let mut pairs = asked.split('&');
+    pairs.find_map(|pair| pair.strip_prefix("timeoutSeconds=")?.parse().ok())
+}
+
+#[tokio::test(start_paused = true)]
+async fn first_watches_after_lists_have_random_lifetimes() {
+    let queries = Arc::new(Mutex::new(Vec::new()));
+    let (received, codes) = (queries.clone(), Arc::new(Mutex::new(Vec::<u16>::new())));
+    let refusals = codes.clone();
+    let service = service_fn(move |request: Request<Body>| {
+        received
+            .lock()
+            .push(request.uri().query().unwrap().to_owned());
+        let code = refusals.lock().pop().unwrap_or(200);
+        async move { Response::builder().status(code).body(Body::empty()) }
+    });
+    let client = paced(Client::new(service, "n"));
+    let ask = async |query: &str| lifetime(&client, &queries, query).await;
+    let watch = "watch=true&timeoutSeconds=30&resourceVersion=1";
+    let mut firsts = Vec::new();
+    for _ in 0..100 {
+        assert_eq!(ask("limit=500").await, None);
+        // A refused watch does not count.
+        codes.lock().push(429);
+        firsts.extend([ask(watch).await.unwrap(), ask(watch).await.unwrap()]);
+        assert_eq!([ask(watch).await, ask(watch).await], [Some(30); 2]);
+    }
+    firsts.sort_unstable();
+    assert!(
+        firsts.iter().all(|first| (5..=30).contains(first)),
+        "{firsts:?}"
+    );
+    firsts.dedup();
+    assert!(firsts.len() > 10, "{firsts:?}");
+}
+
 #[tokio::test(start_paused = true)]
 async fn credential_plugin_runs_again_before_its_certificate_expires() {
     let pair = rcgen::generate_simple_self_signed(["u".to_owned()]).unwrap();

@@ -230,10 +230,10 @@ impl ByHand {
         assert_eq!([self.event().await, self.event().await], ["list", "listed"]);
     }
 
-    /// Begins to answer the next request, a watch from a version.
-    async fn watch(&mut self, version: &str) -> TcpStream {
+    /// Begins to answer the next request, a watch with these parameters.
+    async fn watch(&mut self, parameters: &[&str]) -> TcpStream {
         let (line, mut stream) = self.asked().await;
-        for parameter in ["watch=true", "timeoutSeconds=30", version] {
+        for parameter in [&["watch=true"][..], parameters].concat() {
             assert!(line.contains(parameter), "{line}");
         }
         let head = format!("{HEAD}transfer-encoding: chunked\r\n\r\n");
@@ -275,7 +275,7 @@ async fn silence_is_a_failure_and_leads_to_a_new_list() {
     api.silent_until("silence").await;
     api.list().await;
     // A watch that falls silent, as if a device on the path had forgotten its connection.
-    let mut silent = api.watch("resourceVersion=5").await;
+    let mut silent = api.watch(&["resourceVersion=5"]).await;
     ByHand::send(&mut silent, "ADDED", "6").await;
     assert_eq!(api.event().await, "node");
     api.silent_until("silence").await;
@@ -298,7 +298,7 @@ async fn watch_refused_by_an_overloaded_api_is_repeated_without_a_new_list() {
         );
         stream.write_all(answer.as_bytes()).await.unwrap();
     }
-    let mut watch = api.watch("resourceVersion=5").await;
+    let mut watch = api.watch(&["resourceVersion=5"]).await;
     ByHand::send(&mut watch, "ADDED", "6").await;
     assert_eq!(api.event().await, "node");
 }
@@ -329,7 +329,7 @@ fn refused_watches_are_repeated_twice_since_the_last_event() {
 async fn watch_without_changes_continues_without_a_new_list() {
     let mut api = ByHand::start().await;
     api.list().await;
-    let mut watch = api.watch("resourceVersion=5").await;
+    let mut watch = api.watch(&["resourceVersion=5"]).await;
     for version in ["8", "9", "9"] {
         tokio::time::pause();
         tokio::time::advance(Duration::from_secs(WATCH.into())).await;
@@ -337,7 +337,8 @@ async fn watch_without_changes_continues_without_a_new_list() {
         ByHand::send(&mut watch, "BOOKMARK", version).await;
         watch.write_all(b"0\r\n\r\n").await.unwrap();
         drop(watch);
-        watch = api.watch(&format!("resourceVersion={version}")).await;
+        let version = format!("resourceVersion={version}");
+        watch = api.watch(&["timeoutSeconds=30", &version]).await;
     }
     assert!(api.events.try_recv().is_err(), "nothing has happened");
 }
