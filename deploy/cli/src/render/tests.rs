@@ -550,6 +550,45 @@ fn nodes_are_replaced_between_the_new_address_of_the_agents_and_their_rollout() 
     }
 }
 
+#[test]
+fn rollouts_in_plans_wait_for_pods_with_a_readiness_probe() {
+    use Side::{Konnectivity, LoadBalancer, NodePort, Openvpn, Tunneling};
+    let mut rollouts = BTreeSet::new();
+    for (from, to, tunnel, strategy) in [
+        (Openvpn, Konnectivity, "konnectivity", "Tunneling"),
+        (Konnectivity, Openvpn, "openvpn", "Tunneling"),
+        (NodePort, LoadBalancer, "konnectivity", "LoadBalancer"),
+        (NodePort, Tunneling, "openvpn", "Tunneling"),
+    ] {
+        let text = plan_with(from, to, tunnel, strategy).unwrap();
+        for rollout in text.split("rollout status ").skip(1) {
+            let words = rollout.split_whitespace().take(2);
+            let workload: Vec<&str> = words.map(|word| word.trim_end_matches(';')).collect();
+            rollouts.insert(workload.join(" "));
+        }
+    }
+    let mut probed = BTreeSet::new();
+    each(|_, _, objects| {
+        for object in objects.iter().map(|it| &it.value) {
+            let containers = object.pointer("/spec/template/spec/containers");
+            let mut containers = containers.and_then(Value::as_array).into_iter().flatten();
+            let kind = object["kind"].as_str().unwrap().to_lowercase();
+            let name = object["metadata"]["name"].as_str().unwrap();
+            let is_probed = |it: &Value| it["readinessProbe"]["httpGet"]["path"] == "/readyz";
+            if containers.any(is_probed) {
+                probed.insert(format!("{kind} {name}"));
+            }
+        }
+    });
+    let unprobed: Vec<&String> = rollouts.difference(&probed).collect();
+    // The pods of kube-apiserver have KKP's probe of kube-apiserver. A server with both tunnels is ready once it has a
+    // client, and its Service sends no client to a pod that is not ready.
+    let expected = ["deployment apiserver", "deployment openvpn-server"];
+    assert_eq!(unprobed, expected);
+    let node_tunnel = "daemonset envoy-agent".to_owned();
+    assert!(rollouts.contains(&node_tunnel), "{rollouts:?}");
+}
+
 /// Returns the commands of `culvert` in a text, without the program name.
 fn commands(text: &str) -> Vec<String> {
     let lines = text

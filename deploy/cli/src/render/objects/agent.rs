@@ -46,7 +46,7 @@ fn agent(target: &Target<'_>) -> Value {
         "command": ["/proxy-agent"],
         "args": arguments::agent(target),
         "livenessProbe": liveness(8134, 15),
-        "readinessProbe": probe("/readyz"),
+        "readinessProbe": probe("/readyz", 8134),
         "resources": resources(proxy.resources.as_ref(), ["10m", "10Mi"], ["2", memory]),
         "securityContext": security(),
         "volumeMounts": [{"name": token, "mountPath": "/var/run/secrets/tokens"}],
@@ -82,8 +82,8 @@ fn agent(target: &Target<'_>) -> Value {
     })
 }
 
-fn probe(path: &str) -> Value {
-    json!({"httpGet": {"path": path, "port": 8134}, "periodSeconds": 10})
+fn probe(path: &str, port: u16) -> Value {
+    json!({"httpGet": {"path": path, "port": port}, "periodSeconds": 10})
 }
 
 /// Returns the disruption budget of the agents. An agent that is not connected is not ready, and must not keep its node from
@@ -109,8 +109,8 @@ fn openvpn_client(target: &Target<'_>) -> Value {
         "imagePullPolicy": "IfNotPresent",
         "command": ["/proxy-agent"],
         "args": arguments::openvpn_client(target),
-        "livenessProbe": probe("/healthz"),
-        "readinessProbe": probe("/readyz"),
+        "livenessProbe": probe("/healthz", 8134),
+        "readinessProbe": probe("/readyz", 8134),
         "resources": resources(None, ["10m", "10Mi"], ["2", MEMORY]),
         "securityContext": security(),
         "volumeMounts": [{"name": "certificates", "mountPath": "/etc/openvpn/certs", "readOnly": true}],
@@ -147,6 +147,7 @@ fn node_tunnel(target: &Target<'_>) -> Value {
         "imagePullPolicy": "IfNotPresent",
         "args": arguments::node_tunnel(target),
         "livenessProbe": liveness(8002, 15),
+        "readinessProbe": probe("/readyz", 8002),
         "resources": resources(given.resources.as_ref(), ["100m", "64Mi"], ["1", "512Mi"]),
         "securityContext": {
             "allowPrivilegeEscalation": false,
