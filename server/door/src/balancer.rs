@@ -17,7 +17,7 @@ use kube::api::{ApiResource, DynamicObject};
 use kube::{Api, Client};
 use serde_json::{Value, json};
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep, timeout_at};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info};
 
@@ -205,12 +205,19 @@ impl Writer {
                 Err(error) => self.failure_log.failed(error),
             }
             match updated {
-                // If the Service is missing, discovery reports the Service once it exists; more reads before
-                // that would not help.
-                Ok(()) | Err(RequestError::Missing { .. }) => {
+                Ok(()) => {
                     pause = FIRST_PAUSE;
                     sleep(FIRST_PAUSE).await;
                     if self.services.changed().await.is_err() {
+                        return;
+                    }
+                }
+                // Discovery reports the Service once it exists. Until then, the failed reads are repeated only for alerts
+                // on their counter.
+                Err(RequestError::Missing { .. }) => {
+                    pause = FIRST_PAUSE;
+                    sleep(FIRST_PAUSE).await;
+                    if let Ok(Err(_)) = timeout(MAX_PAUSE, self.services.changed()).await {
                         return;
                     }
                 }
@@ -238,6 +245,7 @@ impl Writer {
         let spec = object.data.get_mut("spec").and_then(Value::as_object_mut);
         let ports = spec.map(|spec| spec.entry("ports").or_insert_with(|| json!([])));
         let Some(Value::Array(ports)) = ports else {
+            count(Step::Read);
             return Err(RequestError::Failed {
                 what: format!("cannot update {}", self.target),
                 why: "its spec.ports is not a list".to_owned(),
@@ -276,3 +284,6 @@ async fn lost(mut leads: watch::Receiver<Option<Instant>>) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;
