@@ -83,6 +83,7 @@ fn code(error: &anyhow::Error) -> u8 {
 }
 
 fn render(options: &Options) -> anyhow::Result<Outcome> {
+    options.check_standard_input()?;
     let mut input = read(options)?;
     if let (Some(from), Some(to)) = (options.diff_from, options.to) {
         if from.is_tunnel() && to.is_tunnel() {

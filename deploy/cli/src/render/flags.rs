@@ -139,15 +139,38 @@ struct Values {
 }
 
 impl Options {
+    /// Checks that the standard input is at most one of the inputs, and none of the inputs of a plan.
+    ///
+    /// # Errors
+    /// Fails with the names of the inputs, and the remedy.
+    pub(super) fn check_standard_input(&self) -> anyhow::Result<()> {
+        let inputs = [
+            ("FILE", Some(&self.file)),
+            ("--old", self.old.as_ref()),
+            ("--facts", self.facts.as_ref()),
+            ("--apiserver", self.apiserver.as_ref()),
+        ];
+        let is_piped = |path: Option<&PathBuf>| path.is_some_and(|it| it == Path::new("-"));
+        let piped = inputs.into_iter().filter(|(_, path)| is_piped(*path));
+        let piped: Vec<&str> = piped.map(|(name, _)| name).collect();
+        let names = piped.join(" and ");
+        anyhow::ensure!(
+            self.diff_from.is_none() || piped.is_empty(),
+            "{names}: a migration plan cannot read the standard input, because its commands read the input again; write the \
+             input into a file"
+        );
+        anyhow::ensure!(
+            piped.len() <= 1,
+            "{names}: only one input can be the standard input; write the other inputs into files"
+        );
+        Ok(())
+    }
+
     /// Returns the arguments that name the input, quoted for a shell. Later flags override these.
     ///
     /// # Errors
-    /// Fails if the cluster file is the standard input, or if a value has a zero byte.
+    /// Fails if a value has a zero byte.
     pub(super) fn input_arguments(&self) -> anyhow::Result<String> {
-        anyhow::ensure!(
-            self.file != Path::new("-"),
-            "a migration plan needs a cluster file, because its commands read the file again"
-        );
         let path = |path: &PathBuf| path.display().to_string();
         let number = |number: Option<u16>| number.map(|number| number.to_string());
         let values = &self.values;

@@ -28,11 +28,14 @@ pub(super) enum Side {
     Tunneling,
 }
 
+/// Comment at the end of a command that only a cluster of KKP needs.
+const KKP_ONLY: &str = "  # KKP only";
+
 /// A step of a plan.
 struct Step {
     title: String,
     /// Commands, and comments about work by hand. Commands without a comment between them are joined, so that none runs
-    /// after a failed one.
+    /// after a failed one. A command with [`KKP_ONLY`] is not joined, because ` &&` would belong to the comment.
     commands: Vec<String>,
     /// Programs that restart; empty if nothing restarts.
     restarts: &'static str,
@@ -138,8 +141,8 @@ impl fmt::Display for Plan {
             writeln!(f, "\n{}. {}", at + 1, step.title)?;
             for (at, command) in step.commands.iter().enumerate() {
                 let next = step.commands.get(at + 1);
-                let is_joined =
-                    !command.contains('#') && next.is_some_and(|it| !it.starts_with('#'));
+                let ends_in_comment = command.starts_with('#') || command.ends_with(KKP_ONLY);
+                let is_joined = !ends_in_comment && next.is_some_and(|it| !it.starts_with('#'));
                 writeln!(f, "     {command}{}", if is_joined { " &&" } else { "" })?;
             }
             let restarts = if step.restarts.is_empty() {

@@ -379,6 +379,17 @@ fn plan_text(from: Side, to: Side) -> anyhow::Result<String> {
 }
 
 fn plan_with(from: Side, to: Side, tunnel: &str, strategy: &str) -> anyhow::Result<String> {
+    plan_of("cluster.yaml", from, to, tunnel, strategy)
+}
+
+/// Returns the text of a plan for a cluster file with this name.
+fn plan_of(
+    path: &str,
+    from: Side,
+    to: Side,
+    tunnel: &str,
+    strategy: &str,
+) -> anyhow::Result<String> {
     let mut input = input::parse(&file(tunnel, strategy, "")).unwrap();
     plan::apply(to, &mut input);
     let mut findings = Findings::default();
@@ -386,7 +397,7 @@ fn plan_with(from: Side, to: Side, tunnel: &str, strategy: &str) -> anyhow::Resu
     rules::check(&cluster, None, &mut findings);
     let target = Target::new(&cluster, &mut findings);
     assert_eq!(findings.problems, []);
-    Ok(Plan::new(from, to, &target, "cluster.yaml")?.to_string())
+    Ok(Plan::new(from, to, &target, path)?.to_string())
 }
 
 #[test]
@@ -636,8 +647,36 @@ fn commands_of_a_plan_repeat_the_values_of_its_flags() {
     assert_eq!(facts.tunnel.as_deref(), Some("konnectivity"));
     let tunnel = options.facts().tunnel;
     assert_eq!(facts::Facts { tunnel, ..facts }, options.facts());
-    let standard_input = parsed("render -").input_arguments();
-    assert!(standard_input.is_err());
+}
+
+#[test]
+fn standard_input_is_one_input_at_most_and_no_input_of_a_plan() {
+    let plan = "--diff-from=NodePort --to=Tunneling";
+    for (flags, names) in [
+        (format!("- {plan}"), "FILE: a migration plan cannot"),
+        (format!("c.yaml --facts=- {plan}"), "--facts: a migration"),
+        ("- --facts=-".to_owned(), "FILE and --facts: only one"),
+        ("- --old=-".to_owned(), "FILE and --old: only one"),
+        (
+            "c.yaml --old=- --apiserver=-".to_owned(),
+            "--old and --apiserver: only one",
+        ),
+    ] {
+        let options = parsed(&format!("render {flags}"));
+        // The files do not exist, so another error would be about a file.
+        let error = super::render(&options).map(drop).unwrap_err();
+        assert!(error.to_string().starts_with(names), "{flags}: {error}");
+        assert_eq!(super::code(&error), 2);
+    }
+    for flags in [
+        "-",
+        "c.yaml --facts=-",
+        "c.yaml --old=-",
+        "c.yaml --apiserver=-",
+    ] {
+        let options = parsed(&format!("render {flags}"));
+        options.check_standard_input().unwrap();
+    }
 }
 
 #[test]
@@ -1158,6 +1197,18 @@ fn commands_of_a_plan_stop_at_a_failed_one() {
                 "{command}"
             );
         }
+    }
+}
+
+#[test]
+fn name_of_the_cluster_file_does_not_change_which_commands_are_joined() {
+    for (from, to, strategy) in [
+        (Side::Openvpn, Side::Konnectivity, "NodePort"),
+        (Side::NodePort, Side::Tunneling, "Tunneling"),
+    ] {
+        let plain = plan_with(from, to, "konnectivity", strategy).unwrap();
+        let text = plan_of("'prod#1.yaml'", from, to, "konnectivity", strategy).unwrap();
+        assert_eq!(text, plain.replace("cluster.yaml", "'prod#1.yaml'"));
     }
 }
 

@@ -4,7 +4,7 @@ use crate::render::cluster::Tunnel;
 use crate::render::target::Target;
 
 use super::tunnel::{SEED, USER, apply, forget, patch_apiserver, put_secrets_back, save_secrets};
-use super::{Side, Step};
+use super::{KKP_ONLY, Side, Step};
 
 /// Label that permits the change.
 const LABEL: &str = "unsafe-expose-strategy-migration";
@@ -157,7 +157,7 @@ fn spec(from: Side, to: Side, id: &str) -> String {
         _ => "",
     };
     format!(
-        "{SEED} patch {CLUSTERS} {id} --type=merge -p '{{\"spec\":{{\"exposeStrategy\":\"{}\"{address}}}}}'  # KKP only",
+        "{SEED} patch {CLUSTERS} {id} --type=merge -p '{{\"spec\":{{\"exposeStrategy\":\"{}\"{address}}}}}'{KKP_ONLY}",
         to.name()
     )
 }
