@@ -1,4 +1,4 @@
-//! Checks that docs/compatibility.md has a row for every flag and metric of the programs, and no other rows.
+//! Checks that the documents name every flag and metric of the programs, and docs/compatibility.md no others.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -180,4 +180,20 @@ fn compatibility_page_lists_exactly_the_metrics_of_server_and_agent() {
         .map(str::to_owned)
         .collect();
     assert_eq!(rows("## Metrics", 1), offered);
+}
+
+#[test]
+fn rotation_of_a_ca_begins_with_every_flag_for_a_bundle() {
+    let document = std::fs::read_to_string(root().join("docs/operations.md")).unwrap();
+    let (_, rotation) = document
+        .split_once("## Rotation of certificates\n")
+        .unwrap();
+    let (tables, steps) = rotation.split_once("### Rotation of a CA\n").unwrap();
+    let (first, _) = steps.split_once("\n2. ").unwrap();
+    let spans = tables.split('`').filter(|span| span.starts_with("--"));
+    let bundles: BTreeSet<&str> = spans.filter(|flag| flag.contains("-ca")).collect();
+    assert!(bundles.len() >= 7, "{bundles:?}");
+    for flag in bundles {
+        assert!(first.contains(&format!("`{flag}`")), "{flag}");
+    }
 }
