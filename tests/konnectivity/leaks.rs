@@ -38,10 +38,14 @@ struct Targets {
 /// Number of ways to end a connection.
 const WAYS: usize = 8;
 
-/// Runs one connection to an awkward end. An error is also an end.
+/// Runs one connection to an awkward end. An error is also an end, once the connection is open.
+///
+/// # Panics
+/// If a connection to an endpoint that accepts connections does not open.
 async fn live(way: usize, front: &FrontEnd, targets: Targets) {
     let connect =
         async |target: SocketAddr| client::connect(front, &target.to_string(), LIMIT).await;
+    let open = async |target: SocketAddr| connect(target).await.unwrap();
     let moment = Duration::from_micros(rand::rng().random_range(0..3000));
     match way {
         // The client leaves before its request is complete.
@@ -51,22 +55,20 @@ async fn live(way: usize, front: &FrontEnd, targets: Targets) {
         // The client leaves about when its dial is answered.
         2 => drop(timeout(moment, connect(targets.raw)).await),
         // The client leaves as soon as the connection is open.
-        3 => drop(connect(targets.raw).await),
+        3 => drop(open(targets.raw).await),
         // The client leaves during a download.
         4 => {
-            if let Ok(mut stream) = connect(targets.raw).await {
-                stream.write_all(b"download 10000000\n").await.ok();
-                stream.read_exact(&mut vec![0; 10_000]).await.ok();
-            }
+            let mut stream = open(targets.raw).await;
+            stream.write_all(b"download 10000000\n").await.ok();
+            stream.read_exact(&mut vec![0; 10_000]).await.ok();
         }
         // The client leaves during an upload.
         5 => {
-            if let Ok(mut stream) = connect(targets.raw).await {
-                stream.write_all(b"upload 10000000\n").await.ok();
-                stream.write_all(&vec![0; 100_000]).await.ok();
-            }
+            let mut stream = open(targets.raw).await;
+            stream.write_all(b"upload 10000000\n").await.ok();
+            stream.write_all(&vec![0; 100_000]).await.ok();
         }
-        // The endpoint closes or resets the connection first.
+        // The endpoint closes or resets the connection first, perhaps before the agent's dial has ended.
         6 => {
             if let Ok(mut stream) = connect(targets.abrupt).await {
                 stream.write_all(b"anybody there?").await.ok();
@@ -75,9 +77,8 @@ async fn live(way: usize, front: &FrontEnd, targets: Targets) {
         }
         // The client leaves a silent endpoint.
         _ => {
-            if let Ok(mut stream) = connect(targets.quiet).await {
-                stream.write_all(&vec![0; 1000]).await.ok();
-            }
+            let mut stream = open(targets.quiet).await;
+            stream.write_all(&vec![0; 1000]).await.ok();
         }
     }
 }

@@ -351,7 +351,16 @@ async fn grace_of_zero_on_either_side_cuts_at_once() {
         read_rest(&mut stream).await;
         assert!(started.elapsed() < Duration::from_secs(20));
         assert_eq!(closed(&topology.server_metrics(0).await), 1.0);
-        resumed(&topology, "resumed", 0.0).await;
+        eventually("the agent has a new link", LIMIT, async || {
+            let metrics = topology.agent_metrics(0).await;
+            let name = "culvert_connect_attempts_total";
+            let added = value(&metrics, name, &[("outcome", "added")]);
+            (added == 2.0).then_some(()).ok_or(added)
+        })
+        .await;
+        server_shows(&topology, "ready_backends", &[], 1.0).await;
+        let metrics = topology.server_metrics(0).await;
+        assert_eq!(resumes(&metrics, "resumed"), 0.0);
     }
 }
 
