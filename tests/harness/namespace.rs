@@ -5,9 +5,12 @@
 
 use std::ffi::OsStr;
 use std::path::Path;
+use std::pin::pin;
 use std::process::Command;
+use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
+use tokio::time::timeout;
 
 use crate::envoy::skip;
 use crate::process::outcome;
@@ -29,6 +32,9 @@ const NAMESPACES: [&str; 6] = [
 /// Number of tests that run in namespaces at once. Kernel tunnels and stock programs drop packets if the
 /// processor is busy for too long, and many of these tests check that no packet is lost.
 const AT_ONCE: usize = 2;
+
+/// Time limit of a test inside its namespaces. Much longer than any of these tests.
+const DEADLINE: Duration = Duration::from_secs(900);
 
 static RUNNING: Mutex<usize> = Mutex::new(0);
 static ENDED: Condvar = Condvar::new();
@@ -57,7 +63,7 @@ impl Drop for Place {
 /// whole body as an `async` closure. If namespaces cannot be created, prints a message on stderr and returns.
 ///
 /// # Panics
-/// If the body panics, or if namespaces cannot be created and `CI=true`.
+/// If the body panics or still waits after 15 minutes, or if namespaces cannot be created and `CI=true`.
 pub fn alone<F: AsyncFnOnce()>(body: F) {
     if is_inside() {
         ip("link set lo up").expect("a loopback interface");
@@ -67,7 +73,7 @@ pub fn alone<F: AsyncFnOnce()>(body: F) {
             .enable_all()
             .build()
             .expect("a runtime");
-        return runtime.block_on(body());
+        return runtime.block_on(timely(body()));
     }
     // crate::module::test::{{closure}}
     let path = std::any::type_name::<F>();
@@ -86,6 +92,17 @@ pub fn alone<F: AsyncFnOnce()>(body: F) {
     eprintln!("{said}");
     let is_passed = again.status.success() && said.contains("1 passed");
     assert!(is_passed, "{test} in its own namespaces: {}", again.status);
+}
+
+/// Runs the body of a test. A body that does not end is dropped during the panic, so that the programs of the body print
+/// their logs.
+///
+/// # Panics
+/// If the body still waits after [`DEADLINE`]. A body that blocks its thread has no deadline.
+async fn timely(body: impl Future<Output = ()>) {
+    let mut body = pin!(body);
+    let ended = timeout(DEADLINE, body.as_mut()).await;
+    assert!(ended.is_ok(), "the test did not end within {DEADLINE:?}");
 }
 
 /// Returns true if this process is already inside its own namespaces.
@@ -205,7 +222,33 @@ fn unshare() -> Command {
 
 #[cfg(test)]
 mod tests {
+    use std::future::pending;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::thread::panicking;
+
     use super::*;
+
+    /// Records whether its thread panics when the value is dropped.
+    struct Dropped(Arc<AtomicBool>);
+
+    impl Drop for Dropped {
+        fn drop(&mut self) {
+            self.0.store(panicking(), Ordering::Relaxed);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn body_that_does_not_end_is_dropped_during_a_panic() {
+        let in_panic = Arc::new(AtomicBool::new(false));
+        let dropped = Dropped(in_panic.clone());
+        let body = tokio::spawn(timely(async move {
+            let _dropped = dropped;
+            pending().await
+        }));
+        assert!(body.await.unwrap_err().is_panic());
+        assert!(in_panic.load(Ordering::Relaxed));
+    }
 
     #[test]
     fn a_test_runs_in_a_private_network() {
