@@ -150,6 +150,10 @@ fn udp_that_never_arrives_delays_no_dial() {
     });
 }
 
+/// Longest time of a dial whose link has died: 0.9 s with a round trip of 100 ms, and time for a busy machine. The tests of
+/// the link measure the first 0.8 s in virtual time.
+const MOVED: Duration = Duration::from_millis(1500);
+
 /// Dials one after another, and returns the longest time of a dial.
 async fn slowest_dial(topology: &Topology, services: &Services, count: usize) -> Duration {
     let mut slowest = Duration::ZERO;
@@ -182,8 +186,7 @@ fn dials_move_to_tcp_when_udp_stops_and_return_afterwards() {
         let dark = Instant::now();
         let slowest = slowest_dial(&topology, &services, 10).await;
         println!("slowest dial: {slowest:?}");
-        // The outage lasts until the last of these dials. A test of the link measures a dial in virtual time.
-        assert!(slowest < LOADED, "{slowest:?}");
+        assert!(slowest < MOVED, "{slowest:?}");
         assert!(dials(&topology, "moved").await > 0.0);
         sleep(Duration::from_secs(5).saturating_sub(dark.elapsed())).await;
         link.set_udp_dark(false);

@@ -9,8 +9,8 @@ use parking_lot::Mutex;
 use tokio_util::sync::DropGuard;
 use tower::service_fn;
 
-use super::super::annotations::EXPOSE_ANNOTATION;
 use super::*;
+use crate::balancer_ports::tests::options;
 
 /// A replica without an election, and the load balancer's Service, which its writes do not change.
 struct Replica {
@@ -33,14 +33,7 @@ impl Replica {
             only: true,
             namespace: "kubermatic".to_owned(),
             name: "nodeport-proxy".to_owned(),
-            options: BalancerOptions {
-                annotation: EXPOSE_ANNOTATION.to_owned(),
-                sni_port: 0,
-                sni_quic_port: 0,
-                tunneling_port: 0,
-                stats_port: 8002,
-                namespace: None,
-            },
+            options: options(),
             election: None,
         };
         let metrics = ProxyMetrics::new().unwrap();

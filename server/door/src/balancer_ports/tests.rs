@@ -23,7 +23,7 @@ fn service(name: &str, expose: &str, node_port: u16) -> Service {
     }
 }
 
-fn options() -> BalancerOptions {
+pub(crate) fn options() -> BalancerOptions {
     BalancerOptions {
         annotation: EXPOSE_ANNOTATION.to_owned(),
         sni_port: 0,
