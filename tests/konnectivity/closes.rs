@@ -285,6 +285,7 @@ async fn end_of_an_answer_reaches_a_client_although_the_endpoint_resets_afterwar
         let read = timely("the answer", stream.read(&mut piece)).await;
         received.extend_from_slice(&piece[..read.unwrap()]);
     }
+    assert!(received.len() < answer.len(), "the kernel holds no answer");
     reset(answering.await.unwrap());
     // The agent learns of the reset by a write. The upload ends with bytes that the server has not read.
     let labels = [("reason", "endpoint_lost")];
