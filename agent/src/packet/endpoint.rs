@@ -5,6 +5,7 @@
 
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
 use culvert_host::net::listen::reset;
@@ -267,14 +268,20 @@ impl Source for FromServer {
 // === impl ToServer ===
 
 impl Sink for ToServer {
-    async fn send(&mut self, mut chunk: Bytes) -> Result<(), CloseReason> {
+    async fn send_counted(
+        &mut self,
+        mut chunk: Bytes,
+        accepted: &AtomicU64,
+    ) -> Result<(), CloseReason> {
         self.first_byte_gate.wait().await;
         while !chunk.is_empty() {
             let bytes = chunk.split_to(chunk.len().min(MAX_DATA_BYTES));
+            let count = bytes.len() as u64;
             let connection = self.connection;
             self.stream
                 .send(Message::Data { connection, bytes })
                 .await?;
+            accepted.fetch_add(count, Ordering::Relaxed);
         }
         Ok(())
     }

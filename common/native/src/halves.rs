@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 
@@ -332,13 +332,19 @@ impl NativeSink {
 }
 
 impl Sink for NativeSink {
-    async fn send(&mut self, mut chunk: Bytes) -> Result<(), CloseReason> {
+    async fn send_counted(
+        &mut self,
+        mut chunk: Bytes,
+        accepted: &AtomicU64,
+    ) -> Result<(), CloseReason> {
         let hold = |all: &Arc<Allowance>| Arc::new(all.hold(chunk.len()));
         let held = self.allowance.as_ref().map(hold);
         while !chunk.is_empty() {
             let wanted = self.turn(chunk.len().min(super::SEND_BYTES)).await?;
             let room = poll_fn(|cx| self.poll_room(cx, wanted)).await?;
-            self.send_chunks(chunk.split_to(room.min(wanted)), held.as_ref())?;
+            let count = room.min(wanted);
+            self.send_chunks(chunk.split_to(count), held.as_ref())?;
+            accepted.fetch_add(count as u64, Ordering::Relaxed);
         }
         Ok(())
     }

@@ -3,7 +3,7 @@
 use std::future::poll_fn;
 use std::net::SocketAddrV4;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -174,9 +174,14 @@ impl FlowSink {
         self.writer.0.abort();
     }
 
-    async fn flush(&mut self) -> Result<(), CloseReason> {
-        let sent = poll_fn(|cx| self.writer.0.poll_send(&mut self.rest, cx)).await;
-        sent.map_err(self.reason)
+    async fn flush(&mut self, accepted: &AtomicU64) -> Result<(), CloseReason> {
+        let sent = poll_fn(|cx| {
+            let waiting = self.rest.len();
+            let sent = self.writer.0.poll_send(&mut self.rest, cx);
+            accepted.fetch_add((waiting - self.rest.len()) as u64, Ordering::Relaxed);
+            sent
+        });
+        sent.await.map_err(self.reason)
     }
 }
 
@@ -196,12 +201,16 @@ impl Source for FlowSource {
 }
 
 impl Sink for FlowSink {
-    async fn send(&mut self, chunk: Bytes) -> Result<(), CloseReason> {
+    async fn send_counted(
+        &mut self,
+        chunk: Bytes,
+        accepted: &AtomicU64,
+    ) -> Result<(), CloseReason> {
         if !self.rest.is_empty() {
-            self.flush().await?;
+            self.flush(accepted).await?;
         }
         self.rest = chunk;
-        self.flush().await
+        self.flush(accepted).await
     }
 
     async fn finish(&mut self) -> Result<(), CloseReason> {

@@ -4,6 +4,7 @@ use std::future::poll_fn;
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -155,11 +156,14 @@ impl<W> WriteSink<W> {
 }
 
 impl<W: AsyncWrite + Unpin> WriteSink<W> {
-    async fn write_rest(&mut self) -> io::Result<()> {
+    async fn write_rest(&mut self, accepted: &AtomicU64) -> io::Result<()> {
         while !self.rest.is_empty() {
             match self.writer.write(&self.rest).await? {
                 0 => return Err(io::ErrorKind::WriteZero.into()),
-                written => self.rest.advance(written),
+                written => {
+                    self.rest.advance(written);
+                    accepted.fetch_add(written as u64, Ordering::Relaxed);
+                }
             }
         }
         drop(self.held.take());
@@ -170,12 +174,16 @@ impl<W: AsyncWrite + Unpin> WriteSink<W> {
 impl<W: AsyncWrite + Unpin + Send> Sink for WriteSink<W> {
     /// Cancel safe: the next send starts with the unwritten bytes of a dropped send, so the stream has no
     /// gap. An empty chunk writes only those bytes.
-    async fn send(&mut self, chunk: Bytes) -> Result<(), CloseReason> {
+    async fn send_counted(
+        &mut self,
+        chunk: Bytes,
+        accepted: &AtomicU64,
+    ) -> Result<(), CloseReason> {
         let lost = self.lost;
-        self.write_rest().await.map_err(|_| lost)?;
+        self.write_rest(accepted).await.map_err(|_| lost)?;
         self.held = self.allowance.as_ref().map(|all| all.hold(chunk.len()));
         self.rest = chunk;
-        self.write_rest().await.map_err(|_| lost)
+        self.write_rest(accepted).await.map_err(|_| lost)
     }
 
     async fn finish(&mut self) -> Result<(), CloseReason> {

@@ -14,6 +14,7 @@ pub mod pump;
 pub mod suspicion;
 
 use std::fmt;
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -148,7 +149,17 @@ pub trait Source: Send {
 /// Sink for bytes: the sending half of one side.
 pub trait Sink: Send {
     /// Sends one chunk, once there is room.
-    fn send(&mut self, chunk: Bytes) -> impl Future<Output = Result<(), CloseReason>> + Send;
+    fn send(&mut self, chunk: Bytes) -> impl Future<Output = Result<(), CloseReason>> + Send {
+        async { self.send_counted(chunk, &AtomicU64::new(0)).await }
+    }
+
+    /// Sends one chunk like [`send`](Self::send). Adds accepted bytes to `accepted` at once, so that the caller can tell
+    /// a slow side from a side that accepts nothing.
+    fn send_counted(
+        &mut self,
+        chunk: Bytes,
+        accepted: &AtomicU64,
+    ) -> impl Future<Output = Result<(), CloseReason>> + Send;
 
     /// Ends this direction. An adapter that cannot express a half close ends the connection instead and
     /// returns the reason as an error.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use metrics::Counter;
 use tokio::sync::Notify;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep};
 
 use super::{CLOSE_STALL, CloseReason, Sink, Source};
 
@@ -65,7 +65,8 @@ where
 #[derive(Default)]
 struct Direction {
     done: Notify,
-    chunks: AtomicU64,
+    /// Bytes that the sink has accepted.
+    accepted: AtomicU64,
 }
 
 /// Returns once `counter` has not changed for at least `bound`. The check runs once per `bound`, so the
@@ -91,7 +92,7 @@ async fn one_way(
 ) -> Result<(), CloseReason> {
     while let Some(chunk) = source.recv().await? {
         let bytes = chunk.len() as u64;
-        match Box::pin(send(source, sink, chunk)).await {
+        match Box::pin(send(source, sink, chunk, &own.accepted)).await {
             Sent::Taken => {}
             Sent::Failed(reason) => {
                 // Bytes in the opposite direction are still useful: an endpoint may answer and close before
@@ -99,7 +100,7 @@ async fn one_way(
                 Box::pin(async {
                     tokio::select! {
                         () = other.done.notified() => {}
-                        () = idle(&other.chunks, CLOSE_STALL) => {}
+                        () = idle(&other.accepted, CLOSE_STALL) => {}
                     }
                 })
                 .await;
@@ -110,7 +111,6 @@ async fn one_way(
         }
         meter.bytes += bytes;
         meter.total.increment(bytes);
-        own.chunks.fetch_add(1, Ordering::Relaxed);
     }
     meter.ended = Some(Instant::now());
     Box::pin(finish(source, sink, [own, other], half_open)).await
@@ -131,7 +131,7 @@ async fn finish(
         biased;
         () = other.done.notified() => Ok(()),
         reason = source.aborted() => Err(reason),
-        () = idle(&other.chunks, half_open) => Err(CloseReason::HalfOpenIdle),
+        () = idle(&other.accepted, half_open) => Err(CloseReason::HalfOpenIdle),
     }
 }
 
@@ -144,16 +144,22 @@ enum Sent {
     GivenUp,
 }
 
-/// Sends one chunk while the source keeps buffering. Once the source was aborted, gives up a sink that does
-/// not accept the chunk within [`CLOSE_STALL`]: otherwise the waiting bytes would stay as long as the sink.
-async fn send(source: &mut impl Source, sink: &mut impl Sink, chunk: Bytes) -> Sent {
-    let mut sent = pin!(sink.send(chunk));
+/// Sends one chunk while the source keeps buffering. Once the source was aborted, gives up a sink that accepts no byte
+/// for [`CLOSE_STALL`]: otherwise the waiting bytes would stay as long as the sink.
+async fn send(
+    source: &mut impl Source,
+    sink: &mut impl Sink,
+    chunk: Bytes,
+    accepted: &AtomicU64,
+) -> Sent {
+    let mut sent = pin!(sink.send_counted(chunk, accepted));
     let sent = tokio::select! {
         biased;
         sent = &mut sent => sent,
-        () = source.fill() => match timeout(CLOSE_STALL, sent).await {
-            Ok(sent) => sent,
-            Err(_) => return Sent::GivenUp,
+        () = source.fill() => tokio::select! {
+            biased;
+            sent = sent => sent,
+            () = idle(accepted, CLOSE_STALL) => return Sent::GivenUp,
         },
     };
     match sent {
@@ -304,6 +310,80 @@ mod tests {
             (reason, answer.as_str()),
             (CloseReason::EndpointLost, "413")
         );
+    }
+
+    /// Source of one chunk whose connection has been aborted.
+    struct Aborted(Option<Bytes>);
+
+    impl Source for Aborted {
+        async fn recv(&mut self) -> Result<Option<Bytes>, CloseReason> {
+            self.0.take().map(Some).ok_or(CloseReason::ClientClosed)
+        }
+
+        async fn fill(&mut self) {}
+    }
+
+    /// Reads a piece of at most 64 bytes shortly before each end of [`CLOSE_STALL`].
+    async fn read_slowly(stream: &mut DuplexStream) -> usize {
+        let (mut all, mut piece) = (0, [0; 64]);
+        loop {
+            sleep(CLOSE_STALL - Duration::from_secs(1)).await;
+            match stream.read(&mut piece).await.unwrap() {
+                0 => return all,
+                count => all += count,
+            }
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn bytes_before_an_abort_reach_a_slow_endpoint() {
+        let (far, mut endpoint) = duplex(64);
+        let run = async {
+            let (mut es, mut ek) = halves(far, CloseReason::EndpointLost);
+            let mut cs = Aborted(Some(Bytes::from_static(&[7; 1000])));
+            let (_client, near) = duplex(64);
+            let (_, mut ck) = halves(near, CloseReason::ClientLost);
+            let (mut up, mut down) = (Meter::new(Counter::noop()), Meter::new(Counter::noop()));
+            let (client_side, endpoint_side) = ((&mut cs, &mut ck), (&mut es, &mut ek));
+            pump(
+                client_side,
+                endpoint_side,
+                &mut up,
+                &mut down,
+                HALF_OPEN_IDLE,
+            )
+            .await
+        };
+        let (reason, received) = tokio::join!(run, read_slowly(&mut endpoint));
+        assert_eq!((reason, received), (CloseReason::ClientClosed, 1000));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_answer_reaches_a_slow_client_although_the_question_was_not_read() {
+        let (mut client, near) = duplex(64);
+        client.write_all(b"too long").await.unwrap();
+        let run = async {
+            let (mut cs, mut ck) = halves(near, CloseReason::ClientLost);
+            let (gone, _) = duplex(1);
+            let (_, mut ek) = halves(gone, CloseReason::EndpointLost);
+            let mut es = ReadSource::new(
+                [7; 1000].as_slice(),
+                Bytes::new(),
+                CloseReason::EndpointLost,
+            );
+            let (mut up, mut down) = (Meter::new(Counter::noop()), Meter::new(Counter::noop()));
+            let (client_side, endpoint_side) = ((&mut cs, &mut ck), (&mut es, &mut ek));
+            pump(
+                client_side,
+                endpoint_side,
+                &mut up,
+                &mut down,
+                HALF_OPEN_IDLE,
+            )
+            .await
+        };
+        let (reason, received) = tokio::join!(run, read_slowly(&mut client));
+        assert_eq!((reason, received), (CloseReason::EndpointLost, 1000));
     }
 
     #[tokio::test(start_paused = true)]

@@ -1,5 +1,7 @@
 //! An open connection to an endpoint, independent of the transport.
 
+use std::sync::atomic::AtomicU64;
+
 use bytes::Bytes;
 use culvert_native::halves::{NativeSink, NativeSource};
 use culvert_native::quic::halves::{QuicSink, QuicSource};
@@ -248,8 +250,12 @@ impl Source for FromEndpoint {
 }
 
 impl Sink for ToEndpoint {
-    async fn send(&mut self, chunk: Bytes) -> Result<(), CloseReason> {
-        with_half!(self, sink => sink.send(chunk).await)
+    async fn send_counted(
+        &mut self,
+        chunk: Bytes,
+        accepted: &AtomicU64,
+    ) -> Result<(), CloseReason> {
+        with_half!(self, sink => sink.send_counted(chunk, accepted).await)
     }
 
     async fn finish(&mut self) -> Result<(), CloseReason> {

@@ -1,6 +1,7 @@
 //! The halves of a dialed flow, which ends in this process.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use bytes::Bytes;
 use culvert_host::telemetry::metrics::GaugeGuard;
@@ -80,8 +81,12 @@ impl ToClient {
 }
 
 impl Sink for ToClient {
-    async fn send(&mut self, chunk: Bytes) -> Result<(), CloseReason> {
-        self.sink.send(chunk).await
+    async fn send_counted(
+        &mut self,
+        chunk: Bytes,
+        accepted: &AtomicU64,
+    ) -> Result<(), CloseReason> {
+        self.sink.send_counted(chunk, accepted).await
     }
 
     async fn finish(&mut self) -> Result<(), CloseReason> {

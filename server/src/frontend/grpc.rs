@@ -5,6 +5,7 @@ pub(crate) mod session;
 
 use std::pin::{Pin, pin};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
@@ -263,16 +264,22 @@ impl Source for Client {
 // === impl ClientSink ===
 
 impl Sink for ClientSink {
-    async fn send(&mut self, mut chunk: Bytes) -> Result<(), CloseReason> {
+    async fn send_counted(
+        &mut self,
+        mut chunk: Bytes,
+        accepted: &AtomicU64,
+    ) -> Result<(), CloseReason> {
         self.first_byte_gate.wait().await;
         let started = Instant::now();
         while !chunk.is_empty() {
             let bytes = chunk.split_to(chunk.len().min(MAX_DATA_BYTES));
+            let count = bytes.len() as u64;
             let connection = self.connection;
             let message = Message::Data { connection, bytes };
             let weight = message.weight();
             let sent = self.replies.send(Ok(message), weight).await;
             sent.map_err(|_| CloseReason::ClientLost)?;
+            accepted.fetch_add(count, Ordering::Relaxed);
         }
         let elapsed = started.elapsed().as_secs_f64();
         self.metrics.frontend_write_duration.record(elapsed);

@@ -4,6 +4,7 @@
 use std::io;
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
@@ -265,10 +266,14 @@ struct ClientSink<W> {
 }
 
 impl<W: AsyncWrite + Unpin + Send> Sink for ClientSink<W> {
-    async fn send(&mut self, chunk: Bytes) -> Result<(), CloseReason> {
+    async fn send_counted(
+        &mut self,
+        chunk: Bytes,
+        accepted: &AtomicU64,
+    ) -> Result<(), CloseReason> {
         self.first_byte_gate.wait().await;
         let started = Instant::now();
-        self.inner.send(chunk).await?;
+        self.inner.send_counted(chunk, accepted).await?;
         let elapsed = started.elapsed().as_secs_f64();
         self.metrics.frontend_write_duration.record(elapsed);
         Ok(())

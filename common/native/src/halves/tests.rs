@@ -712,7 +712,7 @@ async fn connection_ends_once_no_undecided_request_can_be_decided() {
 struct Stuck;
 
 impl Sink for Stuck {
-    async fn send(&mut self, _: Bytes) -> Result<(), CloseReason> {
+    async fn send_counted(&mut self, _: Bytes, _: &AtomicU64) -> Result<(), CloseReason> {
         std::future::pending().await
     }
 

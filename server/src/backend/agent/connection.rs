@@ -3,7 +3,7 @@
 //! agent.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -298,9 +298,14 @@ impl ToAgent {
 }
 
 impl Sink for ToAgent {
-    async fn send(&mut self, mut chunk: Bytes) -> Result<(), CloseReason> {
+    async fn send_counted(
+        &mut self,
+        mut chunk: Bytes,
+        accepted: &AtomicU64,
+    ) -> Result<(), CloseReason> {
         while !chunk.is_empty() {
             let bytes = chunk.split_to(chunk.len().min(AGENT_DATA_BYTES));
+            let count = bytes.len() as u64;
             let message = Message::Data {
                 connection: self.guard.connection,
                 bytes,
@@ -319,6 +324,7 @@ impl Sink for ToAgent {
                     }
                 })?;
             }
+            accepted.fetch_add(count, Ordering::Relaxed);
         }
         Ok(())
     }

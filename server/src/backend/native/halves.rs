@@ -1,7 +1,7 @@
 //! The halves of a connection on a stream of a native agent, with their counters. The stream belongs to HTTP/2 or QUIC.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
 use culvert_konnectivity::message::PacketType;
@@ -103,9 +103,13 @@ impl<K> ToAgent<K> {
 }
 
 impl<K: Sink> Sink for ToAgent<K> {
-    async fn send(&mut self, chunk: Bytes) -> Result<(), CloseReason> {
+    async fn send_counted(
+        &mut self,
+        chunk: Bytes,
+        accepted: &AtomicU64,
+    ) -> Result<(), CloseReason> {
         self.life.agent.count(Segment::ToAgent, PacketType::Data);
-        self.sink.send(chunk).await
+        self.sink.send_counted(chunk, accepted).await
     }
 
     async fn finish(&mut self) -> Result<(), CloseReason> {
