@@ -118,7 +118,14 @@ impl Pair {
         let Some(message) = self.to_agent.pop_front() else {
             return;
         };
-        match self.agent.on_message(message) {
+        let expected = self.receiver(&message, &self.endpoints);
+        let effect = self.agent.on_message(message);
+        if let Some(expected) = expected {
+            let is_passed_on =
+                matches!(&effect, agent::Effect::Data(serial, ..) if *serial == expected);
+            assert!(is_passed_on, "bytes of an open connection are lost");
+        }
+        match effect {
             agent::Effect::Dial(dial, connection, request) => {
                 // A forged request has no serial number as its address.
                 let serial = request.address.parse().unwrap_or_else(|_| {
@@ -180,7 +187,14 @@ impl Pair {
         let Some(message) = self.to_server.pop_front() else {
             return;
         };
-        match self.server.on_message(message) {
+        let expected = self.receiver(&message, &self.open);
+        let effect = self.server.on_message(message);
+        if let Some(expected) = expected {
+            let is_passed_on =
+                matches!(&effect, server::Effect::Data(serial, ..) if *serial == expected);
+            assert!(is_passed_on, "bytes of an open connection are lost");
+        }
+        match effect {
             server::Effect::Opened(serial, connection) => {
                 self.outcome(serial);
                 assert!(self.open.values().all(|open| *open != connection));
@@ -214,6 +228,16 @@ impl Pair {
             "only a pending dial has an outcome"
         );
         assert!(self.outcomes.insert(serial), "a dial has one outcome");
+    }
+
+    /// Returns the connection of `open` that must get the message, if the message is data. After a forged packet, an id may
+    /// name two connections.
+    fn receiver(&self, message: &Message, open: &HashMap<Serial, ConnectId>) -> Option<Serial> {
+        let Message::Data { connection, .. } = message else {
+            return None;
+        };
+        let mut open = open.iter().filter(|_| !self.forged);
+        open.find_map(|(serial, id)| (id == connection).then_some(*serial))
     }
 
     /// Checks that bytes reach the connection that sent them. After a forged packet, a dial may carry the id
