@@ -2,8 +2,9 @@
 //! actions of the handles, of the two owners, of a network that loses, repeats and reorders packets, and of a
 //! peer that sends garbage.
 //!
-//! Invariants: bytes arrive in order and unchanged. The bytes of one direction that were written and not read
-//! are bounded. Packets that wait for the link are bounded. No flow is left after its handles are gone.
+//! Invariants: bytes arrive in order and unchanged, and all of them before an orderly end. Once the network loses
+//! nothing and all readers read, all bytes arrive. The bytes of one direction that were written and not read are
+//! bounded. Packets that wait for the link are bounded. No flow is left after its handles are gone.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::net::{Ipv4Addr, SocketAddrV4};
@@ -31,6 +32,10 @@ const DIRECTION_BYTES: u64 = 2 * (128 << 10) + 2 * FLOW_BYTES as u64 + WRITE_BYT
 /// Bound for forwarded packets that wait for the link, in bytes.
 const FORWARDED_BYTES: usize = 256 << 10;
 
+/// Number of turns for the bytes under way to arrive, and the time between two turns.
+const SETTLE_TURNS: usize = 10_000;
+const SETTLE_PAUSE: Duration = Duration::from_millis(50);
+
 /// Largest number of packets under way in one direction.
 const WIRE_PACKETS: usize = 64;
 
@@ -48,6 +53,8 @@ struct End {
     /// Bytes passed to the sink, and bytes returned by the source.
     written: u64,
     read: u64,
+    /// True once the source has returned the orderly end.
+    ended: bool,
     /// True while the sink has not accepted the last write.
     busy: bool,
 }
@@ -263,6 +270,9 @@ impl World {
                 let other = self.sides[1 - which].ends.get(number);
                 let read = other.map_or(0, |other| other.read);
                 assert!(read <= end.written, "more bytes were read than written");
+                if other.is_some_and(|other| other.ended) {
+                    assert_eq!(read, end.written, "bytes before an orderly end are lost");
+                }
                 // A pipe without a reader discards bytes.
                 let is_read = other.is_none_or(|other| other.source.is_some());
                 assert!(
@@ -274,8 +284,50 @@ impl World {
         }
     }
 
-    /// Drops all handles and lets the owners work until all flows must be gone.
+    /// Lets all readers read, over a network that loses nothing, until all bytes have arrived.
+    ///
+    /// # Panics
+    /// If bytes are missing after [`SETTLE_TURNS`].
+    fn settle(&mut self) {
+        for _ in 0..SETTLE_TURNS {
+            if self.waiting().is_none() {
+                return;
+            }
+            self.now += SETTLE_PAUSE;
+            for which in 0..2 {
+                self.turn(which, WIRE_PACKETS);
+                self.deliver(which, WIRE_PACKETS);
+                let side = &mut self.sides[which];
+                for flow in 0..side.ends.len() as u8 {
+                    if side.pick(flow).is_some_and(|(_, end)| end.busy) {
+                        side.write(which, flow, 0);
+                    }
+                    side.read(which, flow, u8::MAX);
+                }
+            }
+            self.check();
+        }
+        assert_eq!(self.waiting(), None, "bytes of a flow do not arrive");
+    }
+
+    /// Returns a flow whose ends are both open and whose bytes have not all arrived.
+    fn waiting(&self) -> Option<u16> {
+        let mut pairs = [0, 1].into_iter().flat_map(|which| {
+            let others = &self.sides[1 - which].ends;
+            let ends = self.sides[which].ends.iter();
+            ends.filter_map(|(number, end)| Some((*number, end, others.get(number)?)))
+        });
+        pairs.find_map(|(number, from, to)| {
+            // Only a read shows that a flow is broken.
+            let is_open = from.sink.is_some() && (from.source.is_some() || from.ended);
+            (is_open && to.source.is_some() && to.read < from.written).then_some(number)
+        })
+    }
+
+    /// Lets all readers read until all bytes have arrived. Then drops all handles, and lets the owners work until all flows
+    /// must be gone.
     fn end(mut self) {
+        self.settle();
         self.dials.clear();
         for side in &mut self.sides {
             side.ends.clear();
@@ -326,7 +378,11 @@ impl Side {
         end.written += count as u64;
         match poll(sink.send(bytes)) {
             Poll::Ready(Ok(())) => end.busy = false,
-            Poll::Ready(Err(_)) => end.sink = None,
+            Poll::Ready(Err(_)) => {
+                // Also a write after the end, which sends nothing.
+                end.written -= count as u64;
+                end.sink = None;
+            }
             Poll::Pending => end.busy = true,
         }
     }
@@ -347,7 +403,10 @@ impl Side {
                         end.read += 1;
                     }
                 }
-                Poll::Ready(_) => end.source = None,
+                Poll::Ready(end_of_source) => {
+                    end.ended = end_of_source.is_ok();
+                    end.source = None;
+                }
                 Poll::Pending => return,
             }
         }
@@ -362,6 +421,7 @@ impl End {
             sink: Some(sink),
             written: 0,
             read: 0,
+            ended: false,
             busy: false,
         }
     }

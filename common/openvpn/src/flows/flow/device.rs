@@ -23,17 +23,23 @@ fn capabilities(mtu: usize) -> DeviceCapabilities {
     capabilities
 }
 
-/// Lowers the advertised window to the offer. The window of a SYN stays unchanged: it is small and never
-/// scaled.
-fn limit_window(packet: &mut [u8], offer: Offer) {
+/// Lowers the advertised window to the offer, and corrects the sequence number of an acknowledgement without data. The
+/// window of a SYN stays unchanged: it is small and never scaled.
+fn correct(packet: &mut [u8], offer: Offer) {
     let Some((_, tcp)) = packet.split_first_chunk_mut::<HEADER>() else {
         return;
     };
-    let Some(head) = tcp.first_chunk_mut::<HEADER>() else {
+    let Some((head, rest)) = tcp.split_first_chunk_mut::<HEADER>() else {
         return;
     };
     if head[13] & (flags::SYN | flags::RST | flags::ACK) != flags::ACK {
         return;
+    }
+    let has_data = rest.len() + HEADER > usize::from(head[12] >> 4) * 4;
+    if !has_data && head[13] & flags::FIN == 0 {
+        let sequence = u32::from_be_bytes([head[4], head[5], head[6], head[7]]);
+        let [a, b, c, d] = offer.sequence(sequence).to_be_bytes();
+        [head[4], head[5], head[6], head[7]] = [a, b, c, d];
     }
     let acknowledgement = u32::from_be_bytes([head[8], head[9], head[10], head[11]]);
     let window = u16::from_be_bytes([head[14], head[15]]);
@@ -189,7 +195,7 @@ impl TxToken for Emit<'_, '_> {
             ..
         } = self.0;
         let finish = |packet: &mut [u8]| {
-            limit_window(packet, *offer);
+            correct(packet, *offer);
             fill_checksums(packet);
             Emitted::of(packet)
         };

@@ -34,15 +34,27 @@ pub(crate) struct Track {
     sample: Option<(u32, Instant)>,
 }
 
-/// Limit for the window that a segment may advertise.
+/// Limit for the window that a segment may advertise, and the sequence number of an acknowledgement.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Offer {
+    sent: u32,
     share: u32,
     allowed: Option<u32>,
     shift: u8,
 }
 
 impl Offer {
+    /// Returns the sequence number of an acknowledgement without data, when smoltcp would use `sequence`: at least the
+    /// first byte never sent (RFC 9293, 3.10.7.4). During a repetition, smoltcp uses the next byte to
+    /// repeat. The remote end may have this byte already, and then ignores the acknowledgement. If both ends repeat,
+    /// neither ever accepts an acknowledgement of the other.
+    pub(crate) fn sequence(self, sequence: u32) -> u32 {
+        match before(sequence, self.sent) {
+            true => self.sent,
+            false => sequence,
+        }
+    }
+
     /// Returns the window to advertise in a segment with this `acknowledgement`, when smoltcp would advertise
     /// `window`. An advertised window never shrinks (RFC 9293, 3.8.6).
     pub(crate) fn window(self, acknowledgement: u32, window: u16) -> u16 {
@@ -161,6 +173,7 @@ impl Track {
     /// Returns the limit for the next advertised window.
     pub(crate) fn offer(&self, share: u32) -> Offer {
         Offer {
+            sent: self.sent,
             share,
             allowed: self.allowed,
             shift: self.local_shift,
@@ -262,8 +275,22 @@ mod tests {
     use super::*;
 
     #[test]
+    fn an_acknowledgement_follows_all_sent_bytes() {
+        let sent = 5_u32;
+        let offer = Track {
+            sent,
+            ..Track::default()
+        }
+        .offer(0);
+        for (sequence, expected) in [(sent.wrapping_sub(9), sent), (sent, sent), (6, 6)] {
+            assert_eq!(offer.sequence(sequence), expected);
+        }
+    }
+
+    #[test]
     fn a_window_is_no_larger_than_the_share_and_never_shrinks() {
         let offer = |share, allowed| Offer {
+            sent: 0,
             share,
             allowed,
             shift: 4,
