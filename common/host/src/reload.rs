@@ -4,18 +4,23 @@
 //! so that users never see a half of a change. If the changed files cannot be loaded, the last good content stays
 //! in use. A value with limited validity is loaded again before its end. Users keep a [`Latest`] and call
 //! [`Latest::get`] for each new connection; open connections continue.
+//!
+//! A file system over the network or a credential plugin of a kubeconfig may never answer. Each set therefore has its
+//! own checks, one at a time, on a blocking thread. A check that takes longer than 30 s counts as a failed reload.
 
 mod metrics;
 
 use std::fmt::Display;
+use std::future::pending;
 use std::panic::resume_unwind;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use time::OffsetDateTime;
 use tokio::sync::watch;
-use tokio::task::{JoinError, JoinHandle, spawn_blocking};
+use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -30,8 +35,12 @@ use crate::telemetry::metrics::{LabelSet, Registry};
 /// costs one system call per file.
 pub const CHECK_EVERY: Duration = Duration::from_secs(1);
 
-/// Time of a check after which the operator is warned.
+/// Time of a check, or of the first load of files, after which the operator is warned.
 const SLOW_CHECK: Duration = Duration::from_secs(30);
+
+/// Reason and remedy in that warning.
+const TOO_SLOW: &str = "reading the files, or a credential plugin of a kubeconfig, takes more than 30 s; \
+                        check the volumes of the files, and the plugin";
 
 /// Time before the end of a value's validity at which its set is loaded again, in seconds.
 const RENEW_BEFORE: i64 = 60;
@@ -104,19 +113,42 @@ pub struct Reloader<F> {
     sets: Vec<Followed<F>>,
 }
 
-/// A file set, its state, and the conversion that publishes the value.
+/// A file set, and the log and metrics of its checks.
 struct Followed<F> {
+    report: Report<F>,
+    checks: Checks,
+}
+
+/// The state of a file set in logs and metrics.
+struct Report<F> {
     files: F,
+    metrics: Arc<FileMetrics<F>>,
+    failures: LogOnce,
+    expiry: Expiry,
+}
+
+/// The files of a set, and the conversion that publishes the value.
+struct Checks {
     /// The files of the set without references.
     base: Vec<PathBuf>,
     follower: FileFollower,
-    failures: LogOnce,
-    expiry: Expiry,
     /// End of the validity of the value, in Unix seconds; `None` without a limit.
     valid_until: Option<i64>,
     /// Time of the last load, successful or not.
     loaded: Instant,
     reload: Box<Reload>,
+}
+
+/// Result of a check.
+enum Checked {
+    /// The files are in use.
+    InUse,
+    /// The result depends on the next check.
+    Undecided,
+    /// The files were loaded. Their certificates expire at these times.
+    Loaded(Expiry),
+    /// The files cannot be used, for this reason.
+    Failed(String),
 }
 
 /// A file set that is loaded for the first time.
@@ -185,12 +217,14 @@ impl<F: LabelSet + Send + Sync + 'static> Reloader<F> {
         S: FileSet<Value: Send, Error: Send>,
     {
         let loading = spawn_blocking(move || First::load(set));
-        match warn_if_slow(loading, "this program does not start").await {
-            Ok(first) => Ok(self.adopt(files, first?)),
-            Err(error) if error.is_panic() => resume_unwind(error.into_panic()),
-            // The runtime ends.
-            Err(_) => std::future::pending().await,
-        }
+        let is_slow = || {
+            let files = name(files);
+            warn!(
+                files,
+                "cannot load files yet: {TOO_SLOW}; this program does not start"
+            );
+        };
+        Ok(self.adopt(files, finished(loading, is_slow).await?))
     }
 
     fn adopt<S: FileSet>(&mut self, files: F, first: First<S>) -> Latest<S::Value> {
@@ -212,41 +246,35 @@ impl<F: LabelSet + Send + Sync + 'static> Reloader<F> {
             Ok((loaded.expiry, set.valid_until()))
         };
         self.sets.push(Followed {
-            files,
-            base,
-            follower,
-            failures: LogOnce::default(),
-            expiry: loaded.expiry,
-            valid_until,
-            loaded: Instant::now(),
-            reload: Box::new(reload),
+            report: Report {
+                files,
+                metrics: self.metrics.clone(),
+                failures: LogOnce::default(),
+                expiry: loaded.expiry,
+            },
+            checks: Checks {
+                base,
+                follower,
+                valid_until,
+                loaded: Instant::now(),
+                reload: Box::new(reload),
+            },
         });
         Latest(receiver)
     }
 
-    /// Checks all files every [`CHECK_EVERY`] until the token fires. The checks run on a thread of their own: a file
-    /// system over the network or a credential plugin of a kubeconfig may take any time.
-    pub async fn run(mut self, shutdown: CancellationToken) {
-        let mut tick = interval(CHECK_EVERY);
-        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        while shutdown.run_until_cancelled(tick.tick()).await.is_some() {
-            let checking = spawn_blocking(move || {
-                self.check();
-                self
-            });
-            let checked = warn_if_slow(checking, "changes of files have no effect");
-            self = match shutdown.run_until_cancelled(checked).await {
-                Some(Ok(reloader)) => reloader,
-                Some(Err(error)) if error.is_panic() => resume_unwind(error.into_panic()),
-                _ => return,
-            };
-        }
+    /// Checks all files every [`CHECK_EVERY`] until the token fires.
+    pub async fn run(self, shutdown: CancellationToken) {
+        let runs = self.sets.into_iter().map(Followed::run);
+        shutdown.run_until_cancelled(join_all(runs)).await;
+        // A program without files runs until the shutdown, too.
+        shutdown.cancelled().await;
     }
 
     /// Checks all files once.
     pub fn check(&mut self) {
         for set in &mut self.sets {
-            set.check(&self.metrics);
+            set.report.note(set.checks.check());
         }
     }
 }
@@ -268,17 +296,20 @@ impl<S: FileSet> First<S> {
     }
 }
 
-/// Waits for a check, and warns if it takes long. `meanwhile` names the effect.
-async fn warn_if_slow<T>(mut checking: JoinHandle<T>, meanwhile: &str) -> Result<T, JoinError> {
-    match timeout(SLOW_CHECK, &mut checking).await {
-        Ok(checked) => checked,
+/// Waits for a task, and calls `is_slow` if the task takes longer than [`SLOW_CHECK`].
+async fn finished<T>(mut task: JoinHandle<T>, is_slow: impl FnOnce()) -> T {
+    let finished = match timeout(SLOW_CHECK, &mut task).await {
+        Ok(finished) => finished,
         Err(_) => {
-            warn!(
-                "the check of certificates, keys and kubeconfigs takes more than {SLOW_CHECK:?}: until it ends, {meanwhile}; \
-                 check the file systems of the files, and credential plugins of kubeconfigs"
-            );
-            checking.await
+            is_slow();
+            task.await
         }
+    };
+    match finished {
+        Ok(value) => value,
+        Err(error) if error.is_panic() => resume_unwind(error.into_panic()),
+        // The runtime ends.
+        Err(_) => pending().await,
     }
 }
 
@@ -298,37 +329,59 @@ fn add_references<S: FileSet>(follower: &mut FileFollower, set: &S) -> Result<()
 // === impl Followed ===
 
 impl<F: LabelSet> Followed<F> {
-    fn check(&mut self, metrics: &FileMetrics<F>) {
+    /// Checks the files every [`CHECK_EVERY`].
+    async fn run(self) {
+        let Self {
+            mut report,
+            mut checks,
+        } = self;
+        let mut tick = interval(CHECK_EVERY);
+        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            tick.tick().await;
+            let checking = spawn_blocking(move || {
+                let checked = checks.check();
+                (checks, checked)
+            });
+            let mut was_slow = false;
+            let is_slow = || {
+                was_slow = true;
+                report.fail(TOO_SLOW);
+            };
+            let checked;
+            (checks, checked) = finished(checking, is_slow).await;
+            // The next check decides if the files can be read again.
+            if !(was_slow && matches!(checked, Checked::InUse)) {
+                report.note(checked);
+            }
+        }
+    }
+}
+
+// === impl Checks ===
+
+impl Checks {
+    fn check(&mut self) -> Checked {
         match self.follower.check() {
-            file_follower::Outcome::Same if !self.follower.is_current() => {}
-            file_follower::Outcome::Same if self.is_expiring() => {
-                if self.loaded.elapsed() >= RENEW_PAUSE
-                    && let Err(why) = self.load(metrics)
-                {
-                    self.fail(&why, metrics);
-                }
+            file_follower::Outcome::Same if !self.follower.is_current() => Checked::Undecided,
+            file_follower::Outcome::Same if !self.is_expiring() => Checked::InUse,
+            file_follower::Outcome::Same if self.loaded.elapsed() < RENEW_PAUSE => {
+                Checked::Undecided
             }
-            file_follower::Outcome::Same => {
-                if self.failures.has_recovered() {
-                    metrics.in_use(self.files, true);
-                    info!(
-                        files = name(self.files),
-                        "the files can be read again and are unchanged"
-                    );
-                }
-            }
+            file_follower::Outcome::Same => self.load(),
             file_follower::Outcome::Changed => {
-                if let Err(why) = self.load(metrics) {
+                let loaded = self.load();
+                if matches!(loaded, Checked::Failed(_)) {
                     self.follower.retry();
-                    self.fail(&why, metrics);
                 }
+                loaded
             }
             file_follower::Outcome::Unreadable { why, .. } => {
-                self.fail(&why, metrics);
                 // A missing reference must not hide a change of the first file, which may drop the reference.
                 if self.follower.paths() != self.base {
                     self.follower = FileFollower::unit(self.base.clone(), MAX_BYTES);
                 }
+                Checked::Failed(why)
             }
         }
     }
@@ -338,20 +391,44 @@ impl<F: LabelSet> Followed<F> {
         self.valid_until.is_some_and(|until| until <= soon)
     }
 
-    fn load(&mut self, metrics: &FileMetrics<F>) -> Result<(), String> {
+    fn load(&mut self) -> Checked {
         self.loaded = Instant::now();
-        let (expiry, valid_until) = (self.reload)(&mut self.follower)?;
-        self.valid_until = valid_until;
-        self.succeed(expiry, metrics);
-        Ok(())
+        match (self.reload)(&mut self.follower) {
+            Ok((expiry, valid_until)) => {
+                self.valid_until = valid_until;
+                Checked::Loaded(expiry)
+            }
+            Err(why) => Checked::Failed(why),
+        }
+    }
+}
+
+// === impl Report ===
+
+impl<F: LabelSet> Report<F> {
+    fn note(&mut self, checked: Checked) {
+        match checked {
+            Checked::InUse => {
+                if self.failures.has_recovered() {
+                    self.metrics.in_use(self.files, true);
+                    info!(
+                        files = name(self.files),
+                        "the files can be read again and are unchanged"
+                    );
+                }
+            }
+            Checked::Undecided => {}
+            Checked::Loaded(expiry) => self.succeed(expiry),
+            Checked::Failed(why) => self.fail(&why),
+        }
     }
 
-    fn succeed(&mut self, expiry: Expiry, metrics: &FileMetrics<F>) {
+    fn succeed(&mut self, expiry: Expiry) {
         self.failures.has_recovered();
-        metrics.expires(self.files, self.expiry, expiry);
+        self.metrics.expires(self.files, self.expiry, expiry);
         self.expiry = expiry;
-        metrics.count(self.files, Outcome::Ok);
-        metrics.in_use(self.files, true);
+        self.metrics.count(self.files, Outcome::Ok);
+        self.metrics.in_use(self.files, true);
         info!(
             files = name(self.files),
             certificate_expires = expiry.own.map(instant),
@@ -360,14 +437,14 @@ impl<F: LabelSet> Followed<F> {
         );
     }
 
-    fn fail(&mut self, why: &str, metrics: &FileMetrics<F>) {
-        metrics.in_use(self.files, false);
+    fn fail(&mut self, why: &str) {
+        self.metrics.in_use(self.files, false);
         if self.failures.is_new(why) {
             warn!(
                 files = name(self.files),
                 "cannot reload files: {why}; the last good content stays in use until the files can be used"
             );
-            metrics.count(self.files, Outcome::Failed);
+            self.metrics.count(self.files, Outcome::Failed);
         }
     }
 }

@@ -48,12 +48,14 @@ impl<F: LabelSet> FileMetrics<F> {
             reloads: Family::new(
                 registry,
                 "culvert_reloads_total",
-                "Changes of files, by result. A change that fails for the same reason again is not counted again.",
+                "Changes of files, by result. A change that fails for the same reason again is not counted again. \
+                 A check that takes more than 30 s counts as failed.",
             ),
             in_use: Family::new(
                 registry,
                 "culvert_last_reload_successful",
-                "1 if the content of the files is in use, 0 while the last good content stays in use instead.",
+                "1 if the content of the files is in use, 0 while the last good content stays in use instead, \
+                 or while a check takes more than 30 s.",
             ),
         }
     }

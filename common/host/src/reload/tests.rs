@@ -3,12 +3,14 @@
 use std::path::Path;
 
 use rustix::fs::{CWD, Mode, OFlags, mkfifoat, open};
+use tokio::time::{advance, pause, resume};
 
 use super::*;
 
 label_values! {
     enum Set("files") {
         Numbers = "numbers",
+        Hanging = "hanging",
     }
 }
 
@@ -56,6 +58,35 @@ impl FileSet for Numbers {
     }
 }
 
+/// A set whose loads wait until the test allows them.
+struct Hanging {
+    file: PathBuf,
+    begun: tokio::sync::mpsc::UnboundedSender<()>,
+    allowed: std::sync::mpsc::Receiver<()>,
+}
+
+impl FileSet for Hanging {
+    type Value = ();
+    type Error = String;
+
+    fn paths(&self) -> Vec<PathBuf> {
+        vec![self.file.clone()]
+    }
+
+    fn unreadable(&self, error: ReadError) -> String {
+        error.to_string()
+    }
+
+    fn load(&mut self, _: &[Vec<u8>]) -> Result<Loaded<()>, String> {
+        self.begun.send(()).map_err(|error| error.to_string())?;
+        self.allowed.recv().map_err(|error| error.to_string())?;
+        Ok(Loaded {
+            value: (),
+            expiry: Expiry::default(),
+        })
+    }
+}
+
 struct Lab {
     dir: tempfile::TempDir,
     registry: Arc<Registry>,
@@ -98,11 +129,7 @@ impl Lab {
     /// Checks the series: changes in use and failed, and the gauge of the last reload.
     fn shows(&self, ok: u32, failed: u32, is_in_use: u32) {
         let page = self.registry.render();
-        for line in [
-            format!("culvert_reloads_total{{files=\"numbers\",result=\"ok\"}} {ok}"),
-            format!("culvert_reloads_total{{files=\"numbers\",result=\"failed\"}} {failed}"),
-            format!("culvert_last_reload_successful{{files=\"numbers\"}} {is_in_use}"),
-        ] {
+        for line in series("numbers", ok, failed, is_in_use) {
             assert!(page.lines().any(|shown| shown == line), "{line} in {page}");
         }
     }
@@ -113,6 +140,14 @@ impl Lab {
         let line = format!("{name} {value}");
         assert!(page.lines().any(|shown| shown == line), "{line} in {page}");
     }
+}
+
+fn series(files: &str, ok: u32, failed: u32, is_in_use: u32) -> [String; 3] {
+    [
+        format!("culvert_reloads_total{{files=\"{files}\",result=\"ok\"}} {ok}"),
+        format!("culvert_reloads_total{{files=\"{files}\",result=\"failed\"}} {failed}"),
+        format!("culvert_last_reload_successful{{files=\"{files}\"}} {is_in_use}"),
+    ]
 }
 
 #[test]
@@ -254,4 +289,55 @@ async fn a_file_that_cannot_be_read_in_time_blocks_nothing() {
     rescue.join().unwrap().unwrap();
     drop(writer);
     assert_eq!(latest.get(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn hanging_check_stops_no_other_set_and_counts_as_a_failed_reload() {
+    let mut lab = Lab::new();
+    let (file, one) = (lab.write("file", "1"), lab.write("one", "1"));
+    let (begun, mut is_begun) = tokio::sync::mpsc::unbounded_channel();
+    let (allow, allowed) = std::sync::mpsc::channel();
+    allow.send(()).unwrap();
+    let set = Hanging {
+        file: file.clone(),
+        begun,
+        allowed,
+    };
+    // The hanging set is checked first.
+    let mut hanging = lab.reloader.follow(Set::Hanging, set).unwrap();
+    is_begun.recv().await.unwrap();
+    let mut latest = lab.follow(&[&one]);
+    let registry = lab.registry.clone();
+    let shows = async |ok, failed, is_in_use| {
+        let series = series("hanging", ok, failed, is_in_use);
+        let is_shown = || {
+            let page = registry.render();
+            let mut series = series.iter();
+            series.all(|line| page.lines().any(|shown| shown == line))
+        };
+        while !is_shown() {
+            tokio::task::yield_now().await;
+        }
+    };
+    let stop = CancellationToken::new();
+    let task = tokio::spawn(lab.reloader.run(stop.clone()));
+    for round in 1..3 {
+        std::fs::write(&file, format!("changed {round}")).unwrap();
+        is_begun.recv().await.unwrap();
+        // The paused clock would wait for the hanging check.
+        resume();
+        std::fs::write(&one, format!("{}", 10 * round)).unwrap();
+        let changed = timeout(Duration::from_secs(30), latest.changed()).await;
+        assert_eq!(changed.unwrap(), Some(10 * round));
+        pause();
+        advance(SLOW_CHECK).await;
+        shows(round as u32 - 1, round as u32, 0).await;
+        // No second check has begun.
+        assert!(is_begun.try_recv().is_err());
+        allow.send(()).unwrap();
+        hanging.changed().await.unwrap();
+        shows(round as u32, round as u32, 1).await;
+    }
+    stop.cancel();
+    task.await.unwrap();
 }
