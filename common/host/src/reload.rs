@@ -77,7 +77,7 @@ pub trait FileSet: Send + 'static {
     fn load(&mut self, contents: &[Vec<u8>]) -> Result<Loaded<Self::Value>, Self::Error>;
 
     /// Returns the end of the validity of the last loaded value, in Unix seconds; `None` if the value is valid as long as
-    /// its files are unchanged.
+    /// its files are unchanged. Each check calls this method, so the end may change at any time.
     fn valid_until(&self) -> Option<i64> {
         None
     }
@@ -132,11 +132,9 @@ struct Checks {
     /// The files of the set without references.
     base: Vec<PathBuf>,
     follower: FileFollower,
-    /// End of the validity of the value, in Unix seconds; `None` without a limit.
-    valid_until: Option<i64>,
     /// Time of the last load, successful or not.
     loaded: Instant,
-    reload: Box<Reload>,
+    source: Box<dyn Source>,
 }
 
 /// Result of a check.
@@ -159,8 +157,20 @@ struct First<S: FileSet> {
     loaded: Loaded<S::Value>,
 }
 
-/// Loads and publishes the value. Returns the expiry of the certificates, and the end of the value's validity.
-type Reload = dyn FnMut(&mut FileFollower) -> Result<(Expiry, Option<i64>), String> + Send;
+/// A file set whose value is published.
+struct Published<S: FileSet> {
+    set: S,
+    value: watch::Sender<S::Value>,
+}
+
+/// The part of a file set that does not depend on the type of its value.
+trait Source: Send {
+    /// Loads and publishes the value. Returns the expiry of the certificates.
+    fn reload(&mut self, follower: &mut FileFollower) -> Result<Expiry, String>;
+
+    /// Returns [`FileSet::valid_until`].
+    fn valid_until(&self) -> Option<i64>;
+}
 
 // === impl Latest ===
 
@@ -229,22 +239,13 @@ impl<F: LabelSet + Send + Sync + 'static> Reloader<F> {
 
     fn adopt<S: FileSet>(&mut self, files: F, first: First<S>) -> Latest<S::Value> {
         let First {
-            mut set,
+            set,
             base,
             follower,
             loaded,
         } = first;
         self.metrics.start(files, loaded.expiry);
-        let (sender, receiver) = watch::channel(loaded.value);
-        let valid_until = set.valid_until();
-        let reload = move |follower: &mut FileFollower| {
-            let read = add_references(follower, &set);
-            read.map_err(|error| error.to_string())?;
-            let loaded = set.load(follower.contents());
-            let loaded = loaded.map_err(|error| format!("{error:#}"))?;
-            sender.send_replace(loaded.value);
-            Ok((loaded.expiry, set.valid_until()))
-        };
+        let (value, receiver) = watch::channel(loaded.value);
         self.sets.push(Followed {
             report: Report {
                 files,
@@ -255,9 +256,8 @@ impl<F: LabelSet + Send + Sync + 'static> Reloader<F> {
             checks: Checks {
                 base,
                 follower,
-                valid_until,
                 loaded: Instant::now(),
-                reload: Box::new(reload),
+                source: Box::new(Published { set, value }),
             },
         });
         Latest(receiver)
@@ -388,18 +388,30 @@ impl Checks {
 
     fn is_expiring(&self) -> bool {
         let soon = OffsetDateTime::now_utc().unix_timestamp() + RENEW_BEFORE;
-        self.valid_until.is_some_and(|until| until <= soon)
+        self.source.valid_until().is_some_and(|until| until <= soon)
     }
 
     fn load(&mut self) -> Checked {
         self.loaded = Instant::now();
-        match (self.reload)(&mut self.follower) {
-            Ok((expiry, valid_until)) => {
-                self.valid_until = valid_until;
-                Checked::Loaded(expiry)
-            }
+        match self.source.reload(&mut self.follower) {
+            Ok(expiry) => Checked::Loaded(expiry),
             Err(why) => Checked::Failed(why),
         }
+    }
+}
+
+impl<S: FileSet> Source for Published<S> {
+    fn reload(&mut self, follower: &mut FileFollower) -> Result<Expiry, String> {
+        let read = add_references(follower, &self.set);
+        read.map_err(|error| error.to_string())?;
+        let loaded = self.set.load(follower.contents());
+        let loaded = loaded.map_err(|error| format!("{error:#}"))?;
+        self.value.send_replace(loaded.value);
+        Ok(loaded.expiry)
+    }
+
+    fn valid_until(&self) -> Option<i64> {
+        self.set.valid_until()
     }
 }
 

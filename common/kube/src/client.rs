@@ -2,8 +2,8 @@
 //! returns the cause of a client's error.
 //!
 //! A client follows its kubeconfig, and the certificates, keys and token files that the kubeconfig names: the next
-//! request after a change uses the new content. A credential plugin runs again before its client certificate expires.
-//! `kube` itself reads the files of the pod's own account again every minute.
+//! request after a change uses the new content. A credential plugin runs again before its client certificate expires, and
+//! after the API has refused its credentials. `kube` itself reads the files of the pod's own account again every minute.
 
 mod kubeconfig;
 mod proxied;
@@ -11,13 +11,14 @@ mod proxied;
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use culvert_host::reload::{Latest, Reloader};
 use culvert_host::telemetry::metrics::LabelSet;
 use futures_util::future::BoxFuture;
-use http::{Method, Request, Response};
+use http::{Method, Request, Response, StatusCode};
 use kube::Client;
 use kube::client::Body;
 use kube::config::{Cluster, KubeconfigError};
@@ -156,6 +157,9 @@ pub(crate) fn is_watch(request: &Request<Body>) -> bool {
 struct Access {
     client: Client,
     server: http::Uri,
+    /// True once the API has refused the credentials (401). `None` without a credential plugin: unchanged files contain the
+    /// same credentials.
+    refused: Option<Arc<AtomicBool>>,
 }
 
 /// Error of a request without an answer.
@@ -199,11 +203,20 @@ impl Service<Request<Body>> for Following {
     }
 
     fn call(&mut self, request: Request<Body>) -> Self::Future {
-        let Access { client, server } = self.latest.get();
+        let Access {
+            client,
+            server,
+            refused,
+        } = self.latest.get();
         let may_send = self.may_send(&request, &server);
         Box::pin(async move {
             if may_send {
                 let sent = client.send(request).await;
+                if let (Ok(answer), Some(refused)) = (&sent, refused)
+                    && answer.status() == StatusCode::UNAUTHORIZED
+                {
+                    refused.store(true, Ordering::Relaxed);
+                }
                 return sent.map_err(|error| match error {
                     kube::Error::Service(source) => {
                         kube::Error::Service(Unanswered { server, source }.into())

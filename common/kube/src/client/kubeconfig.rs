@@ -1,6 +1,8 @@
 //! A kubeconfig file as a file set: the client of its current context, and the files that the context names.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Context as _;
 use culvert_host::file_follower::ReadError;
@@ -22,6 +24,8 @@ pub(super) struct Account {
     /// Expiry of the client certificate of a credential plugin, in Unix seconds; `None` without one. `kube` itself
     /// renews the tokens of plugins.
     valid_until: Option<i64>,
+    /// As in [`Access`].
+    refused: Option<Arc<AtomicBool>>,
 }
 
 impl Account {
@@ -29,6 +33,7 @@ impl Account {
         Self {
             path: path.to_owned(),
             valid_until: None,
+            refused: None,
         }
     }
 
@@ -73,9 +78,14 @@ impl Account {
         let ca = config.root_cert.as_deref().unwrap_or_default();
         let ca = earliest_expiry(ca.iter().map(Vec::as_slice));
         let server = config.cluster_url.clone();
+        let refused = config.auth_info.exec.as_ref().map(|_| Arc::default());
         let client = connect(config, cluster.as_ref())?;
         Ok(Loaded {
-            value: Access { client, server },
+            value: Access {
+                client,
+                server,
+                refused,
+            },
             expiry: Expiry { own, ca, crl: None },
         })
     }
@@ -122,11 +132,18 @@ impl FileSet for Account {
         let loaded = self.access().with_context(named)?;
         let valid_until = loaded.value.client.valid_until();
         self.valid_until = valid_until.as_ref().map(|until| until.as_second());
+        self.refused = loaded.value.refused.clone();
         Ok(loaded)
     }
 
+    /// Credentials have expired once the API has refused them. The plugin runs again, as in client-go (`maybeRefreshCreds` in
+    /// `plugin/pkg/client/auth/exec/exec.go`).
     fn valid_until(&self) -> Option<i64> {
-        self.valid_until
+        let refused = self.refused.as_ref();
+        match refused.is_some_and(|refused| refused.load(Ordering::Relaxed)) {
+            true => Some(0),
+            false => self.valid_until,
+        }
     }
 }
 

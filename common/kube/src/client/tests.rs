@@ -7,9 +7,12 @@ use k8s_openapi::jiff::{SignedDuration, Timestamp};
 use serde_json::json;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpListener;
+use tokio::task::spawn_blocking;
 use tokio::time::advance;
 
 use super::*;
+
+const EXEC_API: &str = "client.authentication.k8s.io/v1";
 
 const SECRET: &str = "c2VjcmV0LXNlY3JldC1zZWNyZXQ";
 
@@ -39,7 +42,8 @@ pub(crate) fn kubeconfig(cluster: &str, user: &str) -> String {
     )
 }
 
-/// Starts an API that answers each request with the request's `Authorization` header. Returns the URL.
+/// Starts an API that answers each request with the request's `Authorization` header, and refuses the token `revoked`.
+/// Returns the URL.
 async fn echo_api() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
@@ -54,8 +58,12 @@ async fn echo_api() -> String {
                 let request = String::from_utf8(request).unwrap();
                 let header = |line: &str| line.strip_prefix("authorization: ").map(str::to_owned);
                 let token = request.lines().find_map(header).unwrap_or_default();
+                let code = match token.as_str() {
+                    "Bearer revoked" => "401 Unauthorized",
+                    _ => "200 OK",
+                };
                 let head = format!(
-                    "HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: {}",
+                    "HTTP/1.1 {code}\r\nconnection: close\r\ncontent-length: {}",
                     token.len()
                 );
                 let answer = format!("{head}\r\n\r\n{token}");
@@ -64,6 +72,20 @@ async fn echo_api() -> String {
         }
     });
     url
+}
+
+/// Returns the user of a kubeconfig whose plugin prints the file `credential` of a folder, and creates the file `runs`.
+fn plugin(dir: &Path) -> String {
+    let script = format!("cd {} && echo run >> runs && cat credential", dir.display());
+    let exec = format!(
+        "{{apiVersion: {EXEC_API}, command: sh, args: [-c, '{script}'], interactiveMode: Never}}"
+    );
+    format!("{{exec: {exec}}}")
+}
+
+/// Returns the output of a credential plugin.
+fn credential(status: &serde_json::Value) -> String {
+    json!({"apiVersion": EXEC_API, "kind": "ExecCredential", "status": status}).to_string()
 }
 
 async fn ask(client: &Client) -> String {
@@ -368,29 +390,23 @@ async fn credential_plugin_runs_again_before_its_certificate_expires() {
     let pair = rcgen::generate_simple_self_signed(["u".to_owned()]).unwrap();
     let credential = |valid: i64| {
         let expiry = Timestamp::now() + SignedDuration::from_secs(valid);
-        let status = json!({
+        credential(&json!({
             "clientCertificateData": pair.cert.pem(),
             "clientKeyData": pair.signing_key.serialize_pem(),
             "expirationTimestamp": expiry.to_string(),
-        });
-        let api = "client.authentication.k8s.io/v1";
-        json!({"apiVersion": api, "kind": "ExecCredential", "status": status}).to_string()
+        }))
     };
     let pause = Duration::from_secs(10);
     let proxy = ", proxy-url: 'http://127.0.0.1:1'";
     for (valid, proxy) in [(30, ""), (-30, ""), (30, proxy)] {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name);
-        let script = format!(
-            "cd {} && echo run >> runs && cat credential",
-            dir.path().display()
-        );
-        let api = "client.authentication.k8s.io/v1";
-        let user = format!(
-            "{{exec: {{apiVersion: {api}, command: sh, args: [-c, '{script}'], interactiveMode: Never}}}}"
-        );
         let cluster = format!("{{server: 'https://127.0.0.1:1'{proxy}}}");
-        std::fs::write(path("kubeconfig"), kubeconfig(&cluster, &user)).unwrap();
+        std::fs::write(
+            path("kubeconfig"),
+            kubeconfig(&cluster, &plugin(dir.path())),
+        )
+        .unwrap();
         std::fs::write(path("credential"), credential(valid)).unwrap();
         let (mut reloader, registry) = reloader();
         let kubeconfig = path("kubeconfig");
@@ -435,4 +451,56 @@ async fn credential_plugin_runs_again_before_its_certificate_expires() {
         reloader.check();
         assert!(!has_run());
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn credential_plugin_runs_again_after_its_token_was_refused() {
+    // A paused clock does not advance by itself while a blocking task runs.
+    let (end, is_ended) = std::sync::mpsc::channel::<()>();
+    let blocking = spawn_blocking(move || is_ended.recv());
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("kubeconfig");
+    let cluster = format!("{{server: {}}}", echo_api().await);
+    std::fs::write(&path, kubeconfig(&cluster, &plugin(dir.path()))).unwrap();
+    let returns = |token: &str| {
+        let text = credential(&json!({"token": token}));
+        std::fs::write(dir.path().join("credential"), text).unwrap();
+    };
+    let has_run = || std::fs::remove_file(dir.path().join("runs")).is_ok();
+    let pause = Duration::from_secs(10);
+    returns("revoked");
+    let (mut reloader, _) = reloader();
+    let client = client(Some(&path), &mut reloader, Files::Kubeconfig).await;
+    let client = client.unwrap();
+    let refused = async || {
+        let request = Request::get("/x").body(Vec::new()).unwrap();
+        let error = client.request_text(request).await.unwrap_err();
+        assert!(
+            matches!(&error, kube::Error::Api(status) if status.code == 401),
+            "{error}"
+        );
+    };
+    assert!(has_run());
+    advance(pause).await;
+    reloader.check();
+    assert!(!has_run());
+    for _ in 0..2 {
+        refused().await;
+        reloader.check();
+        assert!(has_run());
+        // A second refusal has no effect before the pause is over.
+        refused().await;
+        reloader.check();
+        assert!(!has_run());
+        advance(pause).await;
+    }
+    returns("good");
+    reloader.check();
+    assert!(has_run());
+    assert_eq!(ask(&client).await, "Bearer good");
+    advance(pause).await;
+    reloader.check();
+    assert!(!has_run());
+    drop(end);
+    assert!(blocking.await.unwrap().is_err());
 }
