@@ -21,6 +21,7 @@ use tokio::time::{Instant, sleep};
 use tracing::{error, info, warn};
 
 use crate::client::{SILENCE, root};
+use crate::request::reason;
 
 /// Shortest and longest planned pause before a retry. The actual pause is random, between half and all of the
 /// planned pause, so that clients do not return to an API at the same moment.
@@ -204,11 +205,7 @@ impl<T: PartialEq> ObjectCache<T> {
         let event = match event {
             Ok(event) => event,
             Err(failed) => {
-                let (mut why, root) = (failed.to_string(), root(&failed));
-                if !why.contains(&root) {
-                    why = format!("{why}: {root}");
-                }
-                self.fail(&why);
+                self.fail(&self.why(&failed));
                 return false;
             }
         };
@@ -265,6 +262,25 @@ impl<T: PartialEq> ObjectCache<T> {
                 };
                 let was_synced = std::mem::replace(&mut self.synced, true);
                 !was_synced || differs(&self.objects, &before) || differs(&before, &self.objects)
+            }
+        }
+    }
+
+    /// Returns the reason of a failure, with the remedy if the API has refused the request.
+    fn why(&self, failed: &watcher::Error) -> String {
+        use watcher::Error::{InitialListFailed, WatchFailed, WatchStartFailed};
+        match failed {
+            InitialListFailed(error @ kube::Error::Api(_))
+            | WatchStartFailed(error @ kube::Error::Api(_))
+            | WatchFailed(error @ kube::Error::Api(_)) => {
+                reason(error, || format!("list and watch {}", self.kind))
+            }
+            failed => {
+                let (why, root) = (failed.to_string(), root(failed));
+                match why.contains(&root) {
+                    true => why,
+                    false => format!("{why}: {root}"),
+                }
             }
         }
     }

@@ -69,6 +69,29 @@ fn alternating_reasons_are_logged_once_and_again_after_a_success() {
 }
 
 #[test]
+fn reason_of_a_refused_request_contains_the_remedy() {
+    let mut cache = ObjectCache::<String>::new("Nodes");
+    for (code, remedy) in [
+        (
+            401,
+            "no; the API does not accept the caller's own credentials: renew",
+        ),
+        (403, "no; allow the account to list and watch Nodes"),
+        (500, "no (500)"),
+    ] {
+        let status = || kube::Error::Api(Status::failure("no", "").with_code(code).boxed());
+        for failed in [
+            watcher::Error::InitialListFailed(status()),
+            watcher::Error::WatchStartFailed(status()),
+        ] {
+            cache.take(Err(failed), label_of);
+            let why = cache.failing.current().unwrap();
+            assert!(why.starts_with(remedy), "{why}");
+        }
+    }
+}
+
+#[test]
 fn known_objects_stay_while_lists_fail() {
     let mut cache = ObjectCache::new("Nodes");
     cache.take(Ok(Event::Init), label_of);
