@@ -2,10 +2,11 @@
 //! returns the cause of a client's error.
 //!
 //! A client follows its kubeconfig, and the certificates, keys and token files that the kubeconfig names: the next
-//! request after a change uses the new content. A credential plugin runs again before its client certificate expires, and
-//! after the API has refused its credentials. `kube` itself reads the files of the pod's own account again every minute.
+//! request after a change uses the new content. A credential plugin runs again before its credentials expire, and after the
+//! API has refused them. `kube` itself reads the files of the pod's own account again every minute.
 
 mod kubeconfig;
+mod plugin;
 mod proxied;
 
 use std::collections::HashMap;

@@ -16,13 +16,12 @@ use serde::Deserialize as _;
 use serde::de::IntoDeserializer as _;
 use serde::de::value::{Error as ValueError, StrDeserializer};
 
-use super::{Access, connect, without_content};
+use super::{Access, connect, plugin, without_content};
 
 /// The account of a kubeconfig file.
 pub(super) struct Account {
     path: PathBuf,
-    /// Expiry of the client certificate of a credential plugin, in Unix seconds; `None` without one. `kube` itself
-    /// renews the tokens of plugins.
+    /// End of the validity of a credential plugin's credentials, in Unix seconds; `None` without a plugin or a limit.
     valid_until: Option<i64>,
     /// As in [`Access`].
     refused: Option<Arc<AtomicBool>>,
@@ -73,13 +72,18 @@ impl Account {
             config.root_cert.as_ref().is_none_or(|ca| !ca.is_empty()),
             "the certificate authority has no certificate; expected PEM with -----BEGIN CERTIFICATE-----"
         );
-        use_token_file(&mut config.auth_info)?;
         let own = expiry(&config.auth_info);
+        let plugin = plugin::take(&mut config.auth_info);
+        let valid_until = match &plugin {
+            Some(plugin) => plugin::run(plugin, &mut config.auth_info)?,
+            None => None,
+        };
+        use_token_file(&mut config.auth_info)?;
         let ca = config.root_cert.as_deref().unwrap_or_default();
         let ca = earliest_expiry(ca.iter().map(Vec::as_slice));
         let server = config.cluster_url.clone();
-        let refused = config.auth_info.exec.as_ref().map(|_| Arc::default());
-        let client = connect(config, cluster.as_ref())?;
+        let refused = plugin.map(|_| Arc::default());
+        let client = connect(config, cluster.as_ref())?.with_valid_until(valid_until);
         Ok(Loaded {
             value: Access {
                 client,

@@ -65,13 +65,6 @@ pub(super) fn client(config: Config, proxy: ProxyTarget) -> kube::Result<Client>
         aws_lc_rs::default_provider().install_default().ok();
     }
     let connector = config.rustls_https_connector_with_connector(through)?;
-    // Only `kube`'s own client reads the expiry of a credential plugin's certificate.
-    let plugin = config.auth_info.exec.is_some().then(|| {
-        let mut direct = config.clone();
-        direct.proxy_url = None;
-        Client::try_from(direct)
-    });
-    let valid_until = plugin.transpose()?.and_then(|client| *client.valid_until());
     let mut connector = TimeoutConnector::new(connector);
     connector.set_connect_timeout(config.connect_timeout);
     connector.set_read_timeout(config.read_timeout);
@@ -84,7 +77,7 @@ pub(super) fn client(config: Config, proxy: ProxyTarget) -> kube::Result<Client>
         .layer(config.extra_headers_layer()?)
         .map_err(BoxError::from)
         .service(http);
-    Ok(Client::new(service, config.default_namespace).with_valid_until(valid_until))
+    Ok(Client::new(service, config.default_namespace))
 }
 
 /// Opens connections through a proxy.

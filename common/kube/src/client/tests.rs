@@ -74,13 +74,24 @@ async fn echo_api() -> String {
     url
 }
 
-/// Returns the user of a kubeconfig whose plugin prints the file `credential` of a folder, and creates the file `runs`.
+/// Returns the user of a kubeconfig whose plugin prints the file `credential` of a folder, and adds a line to the file `runs`.
 fn plugin(dir: &Path) -> String {
     let script = format!("cd {} && echo run >> runs && cat credential", dir.display());
     let exec = format!(
         "{{apiVersion: {EXEC_API}, command: sh, args: [-c, '{script}'], interactiveMode: Never}}"
     );
     format!("{{exec: {exec}}}")
+}
+
+/// Returns true if the plugin of a folder has run once since the last call.
+fn has_run(dir: &Path) -> bool {
+    let runs = dir.join("runs");
+    let Ok(text) = std::fs::read_to_string(&runs) else {
+        return false;
+    };
+    std::fs::remove_file(runs).unwrap();
+    assert_eq!(text, "run\n");
+    true
 }
 
 /// Returns the output of a credential plugin.
@@ -413,8 +424,7 @@ async fn credential_plugin_runs_again_before_its_certificate_expires() {
         client(Some(&kubeconfig), &mut reloader, Files::Kubeconfig)
             .await
             .unwrap();
-        // `kube` runs the plugin several times for one client.
-        let has_run = || std::fs::remove_file(path("runs")).is_ok();
+        let has_run = || has_run(dir.path());
         let shows = |ok: u32, failed: u32, in_use: u32| {
             let page = registry.render();
             for line in [
@@ -466,7 +476,7 @@ async fn credential_plugin_runs_again_after_its_token_was_refused() {
         let text = credential(&json!({"token": token}));
         std::fs::write(dir.path().join("credential"), text).unwrap();
     };
-    let has_run = || std::fs::remove_file(dir.path().join("runs")).is_ok();
+    let has_run = || has_run(dir.path());
     let pause = Duration::from_secs(10);
     returns("revoked");
     let (mut reloader, _) = reloader();
@@ -503,4 +513,20 @@ async fn credential_plugin_runs_again_after_its_token_was_refused() {
     assert!(!has_run());
     drop(end);
     assert!(blocking.await.unwrap().is_err());
+}
+
+#[tokio::test]
+async fn requests_do_not_run_a_credential_plugin() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("kubeconfig");
+    let cluster = format!("{{server: {}}}", echo_api().await);
+    std::fs::write(&path, kubeconfig(&cluster, &plugin(dir.path()))).unwrap();
+    let expired = json!({"token": "expired", "expirationTimestamp": "2001-01-01T00:00:00Z"});
+    std::fs::write(dir.path().join("credential"), credential(&expired)).unwrap();
+    let client = client_of(&path).await;
+    assert!(has_run(dir.path()));
+    for _ in 0..3 {
+        assert_eq!(ask(&client).await, "Bearer expired");
+    }
+    assert!(!has_run(dir.path()));
 }
