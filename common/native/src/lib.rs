@@ -25,6 +25,8 @@ pub mod halves;
 pub mod hello;
 pub mod link;
 pub mod quic;
+#[cfg(test)]
+mod random_loads;
 pub mod requests;
 mod resets;
 pub mod resume;

@@ -15,6 +15,8 @@ use super::super::window::{CROWDED_BYTES, Pings, SHORT_PATH_BYTES};
 use super::super::{FRAME_BYTES, LONG_PATH_FRAME_BYTES};
 use super::*;
 
+mod random;
+
 /// More bytes than windows and send queues have room for.
 const MUCH: usize = 1 << 20;
 

@@ -1,6 +1,7 @@
 //! Links between two endpoints on loopback.
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
+mod random;
 mod replicas;
 mod sockets;
 mod wire;
