@@ -21,6 +21,8 @@ use super::plan::{Plan, Side};
 use super::target::Target;
 use super::{Options, facts, input, output, plan, rules, tokens};
 
+mod chains;
+
 const STRATEGIES: [&str; 3] = ["NodePort", "LoadBalancer", "Tunneling"];
 const TUNNELS: [&str; 2] = ["konnectivity", "openvpn"];
 
@@ -390,7 +392,12 @@ fn plan_of(
     tunnel: &str,
     strategy: &str,
 ) -> anyhow::Result<String> {
-    let mut input = input::parse(&file(tunnel, strategy, "")).unwrap();
+    plan_of_file(&file(tunnel, strategy, ""), path, from, to)
+}
+
+/// Returns the text of a plan for a cluster file with this text and name.
+fn plan_of_file(text: &str, path: &str, from: Side, to: Side) -> anyhow::Result<String> {
+    let mut input = input::parse(text).unwrap();
     plan::apply(to, &mut input);
     let mut findings = Findings::default();
     let cluster = Cluster::new(input, true, &mut findings);

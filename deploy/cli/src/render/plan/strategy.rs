@@ -36,7 +36,7 @@ pub(super) fn change(from: Side, to: Side, target: &Target<'_>, file: &str) -> V
                 format!("{SEED} -n {namespace} get service front-loadbalancer"),
             ],
             "",
-            remove_door(namespace).join("; "),
+            remove_door(namespace).join(" && "),
         )),
         Side::Tunneling => steps.push(Step::new(
             "Check that both names resolve to the seed's front door, and that its ports 6443 and 8088 are open.",

@@ -50,7 +50,7 @@ fn permit(target: &Target<'_>, file: &str, values: &str) -> Vec<String> {
     let folder = rendered(target, values);
     if target.has_seed_policy() {
         commands.push(format!(
-            "if {SEED} -n {} get networkpolicy {DENIES_ALL}; then {SEED} apply -f {folder}/seed-network-policies.yaml; fi",
+            "policy=$({SEED} -n {} get networkpolicy {DENIES_ALL} --ignore-not-found -o name) && {{ [ -z \"$policy\" ] || {SEED} apply -f {folder}/seed-network-policies.yaml; }}",
             target.namespace
         ));
     }
@@ -71,7 +71,7 @@ fn permit(target: &Target<'_>, file: &str, values: &str) -> Vec<String> {
 fn forbid(target: &Target<'_>, seed: &str, user: &str) -> String {
     let namespace = &target.namespace;
     format!(
-        "{SEED} -n {namespace} delete networkpolicy {seed} --ignore-not-found; {USER} -n kube-system delete networkpolicy {user} --ignore-not-found"
+        "{SEED} -n {namespace} delete networkpolicy {seed} --ignore-not-found && {USER} -n kube-system delete networkpolicy {user} --ignore-not-found"
     )
 }
 
@@ -96,19 +96,25 @@ pub(super) fn patch_apiserver(target: &Target<'_>, file: &str, values: &str) -> 
 
 /// Returns the command that saves a Deployment for [`put_back`]. A step that is repeated keeps the first file.
 fn save(namespace: &str, deployment: &str, when: &str) -> String {
-    let file = saved(namespace, deployment, when);
-    // The API server refuses an old version of an object, and the id of a deleted one.
-    format!(
-        "[ -s {file} ] || ({SEED} -n {namespace} get deployment {deployment} -o yaml | grep -Ev '^  (resourceVersion|uid):' > {file}.tmp && mv {file}.tmp {file})"
-    )
+    let get = format!("{SEED} -n {namespace} get deployment {deployment} -o yaml");
+    write_once(&saved(namespace, deployment, when), &get, "  ")
 }
 
 /// Returns the command that saves the Secrets of address-dependent certificates for [`put_secrets_back`].
 pub(super) fn save_secrets(namespace: &str, when: &str) -> String {
-    let file = saved(namespace, "secrets", when);
-    format!(
-        "[ -s {file} ] || (umask 077 && {SEED} -n {namespace} get secret {} --ignore-not-found -o yaml | grep -Ev '^    (resourceVersion|uid):' > {file}.tmp && mv {file}.tmp {file})",
+    let get = format!(
+        "umask 077 && {SEED} -n {namespace} get secret {} --ignore-not-found -o yaml",
         SECRETS.join(" ")
+    );
+    write_once(&saved(namespace, "secrets", when), &get, "    ")
+}
+
+/// Returns the command that writes objects to a file, unless the file exists. `indent` has the spaces before a field of the
+/// objects' metadata.
+fn write_once(file: &str, get: &str, indent: &str) -> String {
+    // The API server refuses an old version of an object, and the id of a deleted one. A pipe would hide a failed `get`.
+    format!(
+        "{{ [ -s {file} ] || ({get} > {file}.all && grep -Ev '^{indent}(resourceVersion|uid):' {file}.all > {file}.tmp && rm {file}.all && mv {file}.tmp {file}); }}"
     )
 }
 
@@ -127,7 +133,7 @@ fn saved(namespace: &str, deployment: &str, when: &str) -> String {
 fn put_back(namespace: &str, deployment: &str, when: &str) -> String {
     let file = saved(namespace, deployment, when);
     format!(
-        "{SEED} replace -f {file} && {SEED} -n {namespace} rollout status deployment {deployment} && rm {file}"
+        "{SEED} replace -f {file} && {SEED} -n {namespace} rollout status deployment {deployment} && rm -f {file}"
     )
 }
 
@@ -216,7 +222,9 @@ pub(super) fn to_konnectivity(target: &Target<'_>, file: &str) -> Vec<Step> {
             "{SEED} -n {namespace} patch service konnectivity-server --type=merge -p '{{\"spec\":{{\"selector\":{{\"app\":\"{app}\"}}}}}}'"
         )
     };
-    let remove_agents = format!("{USER} -n kube-system delete deployment,pdb konnectivity-agent");
+    let remove_agents = format!(
+        "{USER} -n kube-system delete deployment,pdb konnectivity-agent --ignore-not-found"
+    );
     let (before, front_end, sidecars) =
         ("before-konnectivity", "before-front-end", "before-sidecars");
     vec![
@@ -287,7 +295,7 @@ pub(super) fn to_konnectivity(target: &Target<'_>, file: &str) -> Vec<Step> {
             .concat(),
             "",
             format!(
-                "{remove_agents}; {}",
+                "{remove_agents} && {}",
                 forbid(target, "apiserver-internal-allow", "konnectivity")
             ),
         ),
@@ -318,7 +326,7 @@ pub(super) fn to_konnectivity(target: &Target<'_>, file: &str) -> Vec<Step> {
             .concat(),
             "kube-apiserver, one pod after the other; dials of a new pod fail until its first agent is connected",
             format!(
-                "{}; {}; {}",
+                "{} && {} && {}",
                 select("openvpn-server"),
                 apply(file, old, &["egress"], SEED),
                 put_back(namespace, "apiserver", front_end)
@@ -428,7 +436,7 @@ pub(super) fn to_openvpn(target: &Target<'_>, file: &str) -> Vec<Step> {
                 node_tunnel(target, file, "--tunnel=konnectivity"),
             ]
             .concat()
-            .join("; "),
+            .join(" && "),
         ),
         Step::new(
             "Permit the traffic of the new tunnel. Start the OpenVPN client, and wait until it is ready: it is connected then.",
@@ -444,7 +452,7 @@ pub(super) fn to_openvpn(target: &Target<'_>, file: &str) -> Vec<Step> {
             .concat(),
             "",
             format!(
-                "{USER} -n kube-system delete deployment openvpn-client; {}",
+                "{USER} -n kube-system delete deployment openvpn-client --ignore-not-found && {}",
                 forbid(target, "openvpn-server-allow", "openvpn-client")
             ),
         ),
@@ -457,7 +465,7 @@ pub(super) fn to_openvpn(target: &Target<'_>, file: &str) -> Vec<Step> {
             .concat(),
             "kube-apiserver, one pod after the other; connections of a stopped pod end",
             format!(
-                "{}; {}",
+                "{} && {}",
                 apply(file, "--tunnel=konnectivity", &["egress"], SEED),
                 put_back(namespace, "apiserver", before)
             ),
