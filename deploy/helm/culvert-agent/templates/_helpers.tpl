@@ -176,6 +176,7 @@ maxSurge: {{ include "culvert.or" (list $given.maxSurge 0) }}
 {{- $v := .Values -}}
 {{- include "culvert.updateErrors" (fromYaml (include "culvert-agent.rollingUpdate" .)) }}
 {{- include "culvert.scrapeErrors" . }}
+{{- include "culvert.loopbackErrors" (dict "root" . "name" "bind.health" "address" $v.bind.health) }}
 {{- $openvpn := or $v.openvpn.remotes $v.openvpn.configMap -}}
 {{- if not (or $v.server.host $openvpn) }}
 - server.host is empty: set the name of the servers, or openvpn.remotes for an agent that is only an OpenVPN client

@@ -79,6 +79,9 @@ maxSurge: {{ include "culvert.or" (list .Values.updateStrategy.maxSurge "25%") }
 {{- define "culvert-door.errors" -}}
 {{- $v := .Values -}}
 {{- include "culvert.updateErrors" (fromYaml (include "culvert-door.rollingUpdate" .)) }}
+{{- if and $v.pdb.enabled (has (toString $v.pdb.maxUnavailable) (list "0" "0%")) }}
+- pdb.maxUnavailable is {{ $v.pdb.maxUnavailable }}: no node could be drained; set at least 1, or set pdb.enabled to false
+{{- end }}
 {{- if and (or $v.tls.required $v.tls.clientCASecret) (not $v.tls.secret) }}
 - tls.required and tls.clientCASecret need tls.secret: without a certificate there is no TLS
 {{- end }}

@@ -153,6 +153,8 @@ default /healthz. For a listener on all addresses, the kubelet uses the address 
 {{- define "culvert.commonErrors" -}}
 {{- if not .Values.image.registry }}
 - image.registry is empty: no public registry has Culvert's images; build them with deploy/images/build and push them to a registry of your own
+{{- else if not (regexMatch "^[a-zA-Z0-9.-]+(:[0-9]+)?(/[a-z0-9._-]+)*$" .Values.image.registry) }}
+- image.registry is {{ .Values.image.registry }}, which is not the name of a registry: set it without scheme and final slash, such as registry.example.com/culvert
 {{- end }}
 {{- end }}
 
@@ -266,6 +268,19 @@ spec:
 {{- $v := .Values -}}
 {{- if and $v.networkPolicy.enabled (not $v.networkPolicy.scrapeFrom) (or $v.monitoring.annotations $v.monitoring.podMonitor.enabled) }}
 - monitoring is enabled and networkPolicy.scrapeFrom is empty: the policy would block Prometheus; list the peers that scrape in networkPolicy.scrapeFrom, or set networkPolicy.enabled to false and keep a policy of your own
+{{- end }}
+{{- end }}
+
+{{/* "true" if only the node itself reaches `address`. */}}
+{{- define "culvert.isLoopback" -}}
+{{- if or (eq . "localhost") (regexMatch "^(127\\.[0-9.]+|\\[?::1\\]?)$" .) }}true{{ end }}
+{{- end }}
+
+{{/* Error of a health listener that Prometheus does not reach. `name` is the value with its `address`. */}}
+{{- define "culvert.loopbackErrors" -}}
+{{- $monitoring := .root.Values.monitoring -}}
+{{- if and (include "culvert.isLoopback" .address) (or $monitoring.annotations $monitoring.podMonitor.enabled) }}
+- {{ .name }} is {{ .address }} and monitoring is enabled: Prometheus would not reach the listener; set monitoring.annotations and monitoring.podMonitor.enabled to false, or leave {{ .name }} empty
 {{- end }}
 {{- end }}
 

@@ -57,6 +57,7 @@
 
 {{- define "culvert-node-tunnel.errors" -}}
 {{- $v := .Values -}}
+{{- include "culvert.loopbackErrors" (dict "root" . "name" "stats.address" "address" $v.stats.address) }}
 {{- if not $v.door.host }}
 - door.host is empty: set the name of the seed's front door
 {{- end }}

@@ -203,6 +203,9 @@ maxSurge: {{ include "culvert.or" (list .Values.updateStrategy.maxSurge 1) }}
 {{- $v := .Values -}}
 {{- include "culvert.updateErrors" (fromYaml (include "culvert-server.rollingUpdate" .)) }}
 {{- include "culvert.scrapeErrors" . }}
+{{- if and $v.pdb.enabled (gt (int $v.replicas) 1) (has (toString $v.pdb.maxUnavailable) (list "0" "0%")) }}
+- pdb.maxUnavailable is {{ $v.pdb.maxUnavailable }}: no node could be drained; set at least 1, or set pdb.enabled to false
+{{- end }}
 {{- if and $v.compat (or $v.openvpn.enabled $v.destinations.allow $v.destinations.deny $v.agents.proxyProtocolFrom $v.agents.idFrom $v.agents.quic $v.admin.tlsSecret) }}
 - compat is set with openvpn, destinations, admin.tlsSecret, agents.idFrom, agents.quic or agents.proxyProtocolFrom: the stock server does not know these flags
 {{- end }}
