@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 
 use super::cluster::{Cluster, Tunnel};
-use super::facts::TUNNELING_PORT;
+use super::facts::{Facts, TUNNELING_PORT};
 use super::finding::{Findings, Problem};
 
 /// Port of the OpenVPN server.
@@ -60,6 +60,14 @@ impl<'a> Target<'a> {
             "externalName",
             "external-name",
         );
+        if let Some(id) = facts.cluster_id.as_ref().filter(|id| !is_label(id)) {
+            let reason = "is not the id of a cluster: use lower-case letters, digits and dashes, such as abc123";
+            findings.error(Problem::invalid("clusterID", id, reason));
+        }
+        if let Some(name) = facts.external_name.as_ref().filter(|name| !is_host(name)) {
+            let reason = "is neither a name nor an address; leave out scheme, port and path";
+            findings.error(Problem::invalid("externalName", name, reason));
+        }
         let is_tunneling = cluster.is_tunneling();
         if !is_tunneling {
             text(findings, &facts.address_ip, "addressIP", "address-ip");
@@ -126,6 +134,7 @@ impl<'a> Target<'a> {
             let reason = "is not an IP address";
             findings.error(Problem::invalid("addressIP", address, reason));
         }
+        check_images(facts, findings);
         let target = Self {
             cluster,
             namespace: format!("cluster-{id}"),
@@ -246,6 +255,44 @@ impl<'a> Target<'a> {
 fn without_host_bits(block: &str) -> String {
     let network: Result<IpNet, _> = block.parse();
     network.map_or_else(|_| block.to_owned(), |network| network.trunc().to_string())
+}
+
+/// Reports a registry and images that no node can pull.
+fn check_images(facts: &Facts, findings: &mut Findings) {
+    let images = &facts.images;
+    for (path, value) in [
+        ("registry", facts.registry.as_ref()),
+        ("images.server", images.server.as_ref()),
+        ("images.agent", images.agent.as_ref()),
+        ("images.door", images.door.as_ref()),
+        ("images.nodeTunnel", images.node_tunnel.as_ref()),
+    ] {
+        let is_permitted = |c: char| c.is_ascii_alphanumeric() || "._-/:@".contains(c);
+        let is_good = |it: &String| {
+            !it.is_empty()
+                && !it.starts_with('/')
+                && !it.contains("//")
+                && it.chars().all(is_permitted)
+        };
+        if let Some(value) = value.filter(|it| !is_good(it)) {
+            let reason = "is not the name of a registry or an image; set it without a scheme, such as registry.example.com/culvert, or leave it out";
+            findings.error(Problem::invalid(path, value, reason));
+        }
+    }
+}
+
+/// Returns true for a label of RFC 1123 that fits behind `cluster-` in the name of a namespace.
+fn is_label(text: &str) -> bool {
+    let is_permitted = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+    let fits = !text.is_empty() && text.len() <= 63 - "cluster-".len();
+    fits && text.chars().all(is_permitted) && !text.starts_with('-') && !text.ends_with('-')
+}
+
+/// Returns true for an address or a host name.
+fn is_host(text: &str) -> bool {
+    let is_permitted = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '.';
+    let is_name = !text.is_empty() && text.len() <= 253 && text.chars().all(is_permitted);
+    is_name || text.parse::<IpAddr>().is_ok()
 }
 
 fn missing(findings: &mut Findings, path: &str, flag: &str) {

@@ -318,6 +318,67 @@ fn server_with_both_tunnels_needs_the_image_with_all_programs() {
 }
 
 #[test]
+fn names_that_no_cluster_can_use_are_errors_with_a_remedy() {
+    let problem = |old: &str, new: &str| -> String {
+        let text = file(
+            "konnectivity",
+            "NodePort",
+            "registry: r.example.com:5000/culvert",
+        );
+        assert!(text.contains(old), "{old}");
+        let mut findings = Findings::default();
+        let input = input::parse(&text.replace(old, new)).unwrap();
+        let cluster = Cluster::new(input, true, &mut findings);
+        Target::new(&cluster, &mut findings);
+        let problems = findings.problems.iter().map(ToString::to_string);
+        problems.collect::<Vec<_>>().join("\n")
+    };
+    assert_eq!(problem("abc123", "abc123"), "");
+    for (old, values, remedy) in [
+        (
+            "r.example.com:5000/culvert",
+            ["https://r.example.com", "''", "/culvert", "a b"].as_slice(),
+            "set it without a scheme",
+        ),
+        (
+            "clusterID: abc123",
+            &[
+                "clusterID: a;id",
+                "clusterID: Abc",
+                "clusterID: -a",
+                "clusterID: ''",
+            ],
+            "use lower-case letters",
+        ),
+        (
+            "abc123.seed.example.com",
+            &[
+                "https://a.example.com",
+                "a.example.com:6443",
+                "a.example.com/b",
+                "''",
+            ],
+            "leave out scheme, port and path",
+        ),
+        (
+            "registry: r",
+            &["images: {agent: 'https://r/a'}\nregistry: r"],
+            "set it without a scheme",
+        ),
+    ] {
+        for value in values {
+            let problem = problem(old, value);
+            assert!(problem.contains(remedy), "{value}: {problem}");
+        }
+    }
+    let address = "2001:db8::1";
+    assert_eq!(
+        problem("abc123.seed.example.com", &format!("'{address}'")),
+        ""
+    );
+}
+
+#[test]
 fn registry_is_part_of_every_default_image_or_missed_in_a_warning() {
     let warnings = |more: &str| -> Vec<String> {
         let text = file("konnectivity", "Tunneling", more);
