@@ -52,10 +52,10 @@ enum Reached {
 /// Address and credentials of a server's admin pages.
 #[derive(clap::Args, Clone, Debug, Default)]
 #[command(next_help_heading = "The server")]
+#[command(group = clap::ArgGroup::new("address").args(["admin_uds", "admin"]).required(true).multiple(true))]
 pub(crate) struct Admin {
     /// Path of the server's admin Unix socket: the value of the server's --admin-uds. Ignored if --admin is set.
     #[arg(long, value_name = "PATH", env = "CULVERT_ADMIN_UDS")]
-    #[arg(required_unless_present = "admin")]
     admin_uds: Option<PathBuf>,
 
     /// Address of the server's admin listener; the server must run with --admin-cert. Needs --ca-cert, --cert
@@ -217,13 +217,25 @@ impl Admin {
             &TlsOptions::default(),
         )?;
         let (host, _) = split_host_port(address).with_context(|| format!("--admin {address}"))?;
+        anyhow::ensure!(
+            !host.is_empty(),
+            "--admin {address} has no host; write HOST:PORT, such as 10.0.0.1{address}"
+        );
         let name = self.server_name.as_deref().unwrap_or(host).to_owned();
         let name = ServerName::try_from(name).context("--server-name")?;
         let stream = TcpStream::connect(address.as_str())
             .await
             .with_context(|| format!("cannot reach a server at {address}"))?;
         let stream = TlsConnector::from(config).connect(name, stream).await;
-        let stream = stream.map_err(|error| anyhow::anyhow!("{}", tls::explain(&error)))?;
+        let stream = stream.map_err(|error| {
+            let why = tls::explain(&error);
+            match rustls_error(&error) {
+                Some(rustls::Error::InvalidMessage(_)) => anyhow::anyhow!(
+                    "{address}: {why}. The admin port of a server has TLS only with --admin-cert"
+                ),
+                _ => anyhow::anyhow!("{why}"),
+            }
+        })?;
         Ok(Box::new(stream))
     }
 
@@ -247,13 +259,14 @@ fn refusal(why: &anyhow::Error) -> Option<String> {
     let mut causes = why
         .chain()
         .filter_map(|cause| cause.downcast_ref::<io::Error>());
-    let alert = causes.find(|error| {
-        let tls = error
-            .get_ref()
-            .and_then(|inner| inner.downcast_ref::<rustls::Error>());
-        matches!(tls, Some(rustls::Error::AlertReceived(_)))
-    });
+    let alert =
+        causes.find(|error| matches!(rustls_error(error), Some(rustls::Error::AlertReceived(_))));
     alert.map(tls::explain)
+}
+
+/// Returns the TLS error inside of an I/O error.
+fn rustls_error(error: &io::Error) -> Option<&rustls::Error> {
+    error.get_ref().and_then(|inner| inner.downcast_ref())
 }
 
 fn understand(code: StatusCode, expected: StatusCode, body: &[u8]) -> anyhow::Result<Status> {
@@ -273,12 +286,64 @@ fn understand(code: StatusCode, expected: StatusCode, body: &[u8]) -> anyhow::Re
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
+
     use super::*;
 
     #[derive(clap::Parser)]
     struct Cli {
         #[command(flatten)]
         admin: Admin,
+    }
+
+    #[test]
+    fn error_without_an_address_names_both_flags() {
+        let parsed = <Cli as clap::Parser>::try_parse_from(["culvert"]);
+        let error = parsed.err().unwrap().to_string();
+        assert!(
+            error.contains("<--admin-uds <PATH>|--admin <HOST:PORT>>"),
+            "{error}"
+        );
+    }
+
+    /// Returns the error of a status over mutual TLS, with the certificates of `folder`.
+    async fn refused(address: &str, folder: &Path) -> String {
+        let pki = culvert_kit::pki::Pki::create(folder).unwrap();
+        let admin = Admin {
+            admin: Some(address.to_owned()),
+            ca_cert: Some(pki.ca),
+            cert: Some(pki.agent.cert),
+            key: Some(pki.agent.key),
+            ..Admin::default()
+        };
+        let error = admin.status(TIMEOUT).await.unwrap_err();
+        format!("{error:#}")
+    }
+
+    #[tokio::test]
+    async fn address_without_a_host_is_an_error_with_an_example() {
+        let folder = tempfile::tempdir().unwrap();
+        assert_eq!(
+            refused(":8133", folder.path()).await,
+            "--admin :8133 has no host; write HOST:PORT, such as 10.0.0.1:8133"
+        );
+    }
+
+    #[tokio::test]
+    async fn error_of_a_listener_without_tls_names_the_flag_of_the_server() {
+        let folder = tempfile::tempdir().unwrap();
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let server = async {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let answer = b"HTTP/1.1 400 Bad Request\r\n\r\n";
+            tokio::io::AsyncWriteExt::write_all(&mut stream, answer)
+                .await
+                .unwrap();
+            stream
+        };
+        let (_stream, error) = tokio::join!(server, refused(&address, folder.path()));
+        assert!(error.contains("--admin-cert"), "{error}");
     }
 
     #[test]

@@ -59,15 +59,20 @@ pub fn render(status: &Status) -> String {
     for problem in &status.problems {
         line("problem", printable(problem));
     }
+    let peers = status.tunnels.iter().flat_map(|tunnel| &tunnel.peers);
+    // The peer chooses its own name, and an OpenVPN client the name of its program.
+    let lengths = peers.map(|peer| printable(&peer.name).chars().count());
+    let width = lengths.max().unwrap_or(0).max(22);
+    let all = width + 2;
     let _ = writeln!(
         text,
-        "\n{:<24} {:<10}{:>12}{:>8}  KIND",
+        "\n{:<all$} {:<10}{:>12}{:>8}  KIND",
         "TUNNEL, PEER", "HEALTH", "CONNECTIONS", "DIALS"
     );
     for tunnel in &status.tunnels {
         let _ = writeln!(
             text,
-            "{:<24} {:<10}{:>12}{:>8}",
+            "{:<all$} {:<10}{:>12}{:>8}",
             tunnel.tunnel.as_str(),
             tunnel.health.as_str(),
             tunnel.connections,
@@ -76,8 +81,7 @@ pub fn render(status: &Status) -> String {
         for peer in &tunnel.peers {
             let _ = writeln!(
                 text,
-                "  {:<22} {:<10}{:>12}{:>8}  {}",
-                // The peer chooses its own name, and an OpenVPN client the name of its program.
+                "  {:<width$} {:<10}{:>12}{:>8}  {}",
                 printable(&peer.name),
                 peer.health.as_str(),
                 peer.connections,
@@ -181,6 +185,42 @@ konnectivity             healthy             11       1
 openvpn                  healthy              3       1
 ";
         assert_eq!(render(&status), expected);
+    }
+
+    #[test]
+    fn columns_are_as_wide_as_the_longest_name() {
+        let peer = |name: &str| Peer {
+            name: name.to_owned(),
+            kind: "agent".to_owned(),
+            health: Health::Healthy,
+            connections: 1,
+        };
+        let tunnel = TunnelStatus {
+            tunnel: Kind::Konnectivity,
+            health: Health::Healthy,
+            connections: 1,
+            dials: 1,
+            peers: vec![peer("konnectivity-agent-5c9f7d6b8-x2v4q"), peer("b")],
+        };
+        let status = Status {
+            draining: false,
+            link_congestion: None,
+            mode: Mode::Konnectivity,
+            set_by: SetBy::Flag,
+            new_dials: vec![Kind::Konnectivity],
+            switch: Progress::Settled,
+            tunnels: vec![tunnel],
+            last_switch_seconds: None,
+            problems: Vec::new(),
+            unsaved: false,
+        };
+        let text = render(&status);
+        let rows = text
+            .lines()
+            .filter(|line| line.contains("ealthy") || line.contains("HEALTH"));
+        let columns = rows.map(|row| row.to_lowercase().find("health"));
+        let columns: Vec<Option<usize>> = columns.collect();
+        assert_eq!(columns, [Some(37); 4], "{text}");
     }
 
     #[test]
