@@ -98,11 +98,11 @@ impl Bound {
         let health = admin::bind(
             &config.health.host,
             config.health.port,
-            "--health-server-port",
+            ["--health-server-host", "--health-server-port"],
         )
         .await?;
-        let admin =
-            admin::bind(&config.admin.host, config.admin.port, "--admin-server-port").await?;
+        let flags = ["--admin-bind-address", "--admin-server-port"];
+        let admin = admin::bind(&config.admin.host, config.admin.port, flags).await?;
         Ok(Self {
             addresses: Addresses {
                 health: health.local_addr()?,

@@ -173,13 +173,14 @@ impl Bound {
         let agent = admin::bind(
             &agent_files.bind.host,
             agent_files.bind.port,
-            "--agent-port",
+            ["--agent-bind-address", "--agent-port"],
         )
         .await?;
         config.link_congestion.choose()?.apply_to_listener(&agent);
         switcher.link_congestion = Some(congestion(&agent).into());
         let quic = quic::bind(agent_files, agent.local_addr()?, &agent_tls)?;
-        let admin = admin::bind(&config.admin.host, config.admin.port, "--admin-port").await?;
+        let flags = ["--admin-bind-address", "--admin-port"];
+        let admin = admin::bind(&config.admin.host, config.admin.port, flags).await?;
         let admin_address = admin.local_addr()?;
         let admin = match &config.admin_tls {
             Some(paths) => {
@@ -195,7 +196,8 @@ impl Bound {
         let admin_socket = socket
             .map(|path| admin::UnixSocket::bind(path, "--admin-uds"))
             .transpose()?;
-        let health = admin::bind(&config.health.host, config.health.port, "--health-port").await?;
+        let flags = ["--health-bind-address", "--health-port"];
+        let health = admin::bind(&config.health.host, config.health.port, flags).await?;
         let frontend_socket = match &config.frontend {
             config::Frontend::Uds { path, .. } => Some(path.clone()),
             config::Frontend::Tcp { .. } => None,
@@ -404,7 +406,8 @@ async fn bind_frontend(
             let flags = "--server-cert and --server-key";
             let files = Files::Frontend;
             let tls = credentials::mutual_tls(reloader, files, paths, alpn, &config.tls, flags)?;
-            let listener = admin::bind(&bind.host, bind.port, "--server-port").await?;
+            let flags = ["--server-bind-address", "--server-port"];
+            let listener = admin::bind(&bind.host, bind.port, flags).await?;
             // A gRPC client always reads, so TCP's user timeout only closes connections to dead clients. A
             // CONNECT client may stop reading for any length of time, so CONNECT has no user timeout.
             let keepalive = match config.mode {

@@ -92,7 +92,8 @@ impl Bound {
             listeners.push(admin::bind(&bind.host, bind.port, "--listen").await?);
         }
         let stats = &config.stats;
-        let stats = admin::bind(&stats.host, stats.port, "--stats-port").await?;
+        let flags = ["--stats-address", "--stats-port"];
+        let stats = admin::bind(&stats.host, stats.port, flags).await?;
         let listen = listeners.iter().map(TcpListener::local_addr);
         Ok(Self {
             addresses: Addresses {

@@ -14,6 +14,27 @@ use crate::net::listen::{TOO_MANY_FILES, is_out_of_files};
 /// after a restart of this program.
 const BACKLOG: i32 = 4096;
 
+/// Flags with the address of a listener, for error texts.
+#[derive(Clone, Copy, Debug)]
+pub struct BindFlags<'a> {
+    host: &'a str,
+    port: &'a str,
+}
+
+impl<'a> From<&'a str> for BindFlags<'a> {
+    /// One flag has both host and port.
+    fn from(flag: &'a str) -> Self {
+        Self::from([flag, flag])
+    }
+}
+
+impl<'a> From<[&'a str; 2]> for BindFlags<'a> {
+    /// The first flag has the host, the second the port.
+    fn from([host, port]: [&'a str; 2]) -> Self {
+        Self { host, port }
+    }
+}
+
 /// Error returned when a listener cannot be bound. The text names the flag to change.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot listen on {address}: {why}")]
@@ -24,16 +45,21 @@ pub struct BindError {
 
 /// Binds `host:port`. Port 0 selects a free port. An empty host means all interfaces, IPv4 and IPv6, or only
 /// IPv4 if the machine has no IPv6. A host name is resolved, and an IPv4 address is preferred, as in Go's
-/// `net.Listen`. Error texts name `flag`, such as `--health-bind-port`, so that the operator knows the flag
-/// to change.
+/// `net.Listen`. Error texts name one of the `flags`, such as `["--health-bind-address", "--health-port"]`,
+/// so that the operator knows the flag to change.
 ///
 /// # Errors
 ///
 /// Returns a [`BindError`] if the name has no address or the address cannot be bound.
-pub async fn bind(host: &str, port: u16, flag: &str) -> Result<TcpListener, BindError> {
+pub async fn bind<'a>(
+    host: &str,
+    port: u16,
+    flags: impl Into<BindFlags<'a>>,
+) -> Result<TcpListener, BindError> {
+    let flags = flags.into();
     let fail = |reason: io::Error| BindError {
         address: join_host_port(host, port),
-        why: why(&reason, flag),
+        why: why(&reason, flags),
     };
     if host.is_empty() {
         return bind_all(port).map_err(fail);
@@ -51,7 +77,8 @@ pub async fn bind(host: &str, port: u16, flag: &str) -> Result<TcpListener, Bind
 }
 
 /// Returns the reason why an address cannot be bound, and the remedy.
-fn why(reason: &io::Error, flag: &str) -> String {
+fn why(reason: &io::Error, flags: BindFlags<'_>) -> String {
+    let BindFlags { host, port: flag } = flags;
     match reason.kind() {
         io::ErrorKind::AddrInUse => {
             format!("the port is in use; stop the other process or change {flag}")
@@ -60,7 +87,7 @@ fn why(reason: &io::Error, flag: &str) -> String {
             "permission denied; choose a port from 1024 with {flag}, or grant CAP_NET_BIND_SERVICE"
         ),
         io::ErrorKind::AddrNotAvailable => {
-            format!("not an address of this machine ({reason}); correct the host given for {flag}")
+            format!("not an address of this machine ({reason}); correct the host given for {host}")
         }
         _ if is_out_of_files(reason) => TOO_MANY_FILES.to_owned(),
         _ => format!("{reason}; check {flag}"),
@@ -99,7 +126,7 @@ mod tests {
 
     #[test]
     fn lack_of_descriptors_is_no_mistake_in_a_flag() {
-        let why = |errno: Errno| why(&errno.into(), "--port");
+        let why = |errno: Errno| why(&errno.into(), "--port".into());
         assert_eq!(why(Errno::MFILE), TOO_MANY_FILES);
         assert!(why(Errno::ADDRINUSE).contains("change --port"));
     }

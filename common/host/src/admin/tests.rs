@@ -315,9 +315,8 @@ async fn bind_errors_name_the_flag() {
             "cannot listen on {address}: the port is in use; stop the other process or change --health-port"
         )
     );
-    let error = bind("192.0.2.1", 0, "--health-bind-address")
-        .await
-        .unwrap_err();
+    let flags = ["--health-bind-address", "--health-port"];
+    let error = bind("192.0.2.1", 0, flags).await.unwrap_err();
     let text = error.to_string();
     assert!(text.contains("not an address of this machine"), "{text}");
     assert!(text.ends_with("correct the host given for --health-bind-address"));
