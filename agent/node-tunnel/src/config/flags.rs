@@ -195,6 +195,7 @@ impl Flags {
                 0
             });
         }
+        let drain_timeout = p.not_negative("drain-timeout", operations.drain_timeout);
         let warnings = problems.finish()?;
         Ok(Config {
             mode,
@@ -205,7 +206,7 @@ impl Flags {
             pings: target.pings,
             connections,
             stats,
-            drain_timeout: operations.drain_timeout.saturating(),
+            drain_timeout,
             link_congestion: self.operations.link_congestion,
             logging: self.klog.log_config(),
             warnings,

@@ -124,12 +124,14 @@ fn duplicate_listen_address_is_rejected() {
 
 #[test]
 fn all_problems_are_reported_at_once() {
-    let problems = read(&["--connections=0", "--stats-port=-1"]).unwrap_err();
+    let flags = ["--connections=0", "--stats-port=-1", "--drain-timeout=-3s"];
+    let problems = read(&flags).unwrap_err();
     let parts = [
         "--listen must be set",
         "--proxy: ",
         "--connections",
         "--stats-port",
+        "drain-timeout must be >= 0",
     ];
     assert_eq!(problems.len(), parts.len(), "{problems:#?}");
     for (problem, part) in problems.iter().zip(parts) {

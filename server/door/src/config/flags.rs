@@ -266,9 +266,9 @@ impl Flags {
                 balancer,
             }),
         };
-        let [drain, delay] = [&self.operations.drain_timeout, &self.operations.drain_delay]
-            .map(|time| time.saturating());
-        if !drain.is_zero() && delay >= drain {
+        let drain_timeout = p.not_negative("drain-timeout", self.operations.drain_timeout);
+        let drain_delay = p.not_negative("drain-delay", self.operations.drain_delay);
+        if !drain_timeout.is_zero() && drain_delay >= drain_timeout {
             p.warn("--drain-delay is not shorter than --drain-timeout: connections are accepted until all are cut; lower --drain-delay or raise --drain-timeout".to_owned());
         }
         let warnings = problems.finish()?;
@@ -283,8 +283,8 @@ impl Flags {
             node_port_host: host.to_owned(),
             limits,
             max_connections: u64::try_from(max).unwrap_or(0),
-            drain_timeout: self.operations.drain_timeout.saturating(),
-            drain_delay: self.operations.drain_delay.saturating(),
+            drain_timeout,
+            drain_delay,
             worker_threads,
             link_congestion: self.operations.link_congestion,
             logging,
@@ -317,8 +317,8 @@ impl TimeFlags {
         let mut time = |flag: &str, value: GoDuration, default: Duration| {
             // The stock nodeport-proxy truncates to whole seconds; a time below a second becomes 0, which
             // means the default.
-            let seconds = Duration::from_secs(value.saturating().as_secs());
-            if value.nanos() != 0 && seconds.is_zero() {
+            let seconds = Duration::from_secs(p.not_negative(flag, value).as_secs());
+            if value.nanos() > 0 && seconds.is_zero() {
                 p.warn(format!(
                     "--{flag}={value} is less than a second: the default applies"
                 ));
@@ -410,5 +410,27 @@ fn as_pflag(arg: &str) -> String {
     match arg.strip_prefix("--log-format=") {
         Some(name) => format!("--log-format={}", log_format(name)),
         None => arg,
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn negative_times_are_errors() {
+        let args = [
+            PROGRAM,
+            "--drain-timeout=-3s",
+            "--drain-delay=-1s",
+            "--sni-listener-idle-timeout=-2s",
+        ];
+        let parsed: Parsed<Flags> = parse(args).unwrap();
+        let problems = parsed.flags.validate(Problems::new(&[])).unwrap_err();
+        for flag in ["drain-timeout", "drain-delay", "sni-listener-idle-timeout"] {
+            let text = format!("{flag} must be >= 0");
+            assert!(problems.iter().any(|it| it.contains(&text)), "{problems:?}");
+        }
     }
 }
