@@ -44,7 +44,13 @@ async fn bearer(path: &Path, deadline: Instant) -> Result<MetadataValue<Ascii>, 
         .await
         .map_err(|_| unusable("the file could not be read in time; check its volume".into()))?
         .map_err(|error| unusable(error.to_string()))?;
-    MetadataValue::try_from(format!("Bearer {}", token.trim()))
+    let token = token.trim();
+    if token.is_empty() {
+        return Err(unusable(
+            "the file is empty; write a token of the agent's service account".into(),
+        ));
+    }
+    MetadataValue::try_from(format!("Bearer {token}"))
         .map_err(|_| unusable("the token has invalid characters".into()))
 }
 
@@ -92,6 +98,16 @@ mod tests {
         assert!(error.contains("could not be read in time"), "{error}");
         // Ends the read, which the runtime waits for.
         std::fs::write(&path, "token").unwrap();
+    }
+
+    #[tokio::test]
+    async fn token_of_an_empty_file_is_unusable() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("token");
+        std::fs::write(&path, "\n").unwrap();
+        let deadline = Instant::now() + Duration::from_secs(10);
+        let error = bearer(&path, deadline).await.unwrap_err().to_string();
+        assert!(error.contains("/token: the file is empty; "), "{error}");
     }
 
     fn server(pairs: &[(&'static str, &str)]) -> Result<(String, i64), String> {

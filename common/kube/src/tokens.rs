@@ -64,6 +64,9 @@ const REVIEWS: usize = 16;
 const PERMISSION: &str =
     "create tokenreviews.authentication.k8s.io (ClusterRole system:auth-delegator)";
 
+/// Remedy if the API cannot be reached.
+const ADVICE: &str = "; the server asks the API of its --kubeconfig, or of its own cluster: check address, CA and network";
+
 /// Key in the user's extra fields with the name of the pod that a token is bound to (Kubernetes'
 /// `pkg/serviceaccount`).
 const POD_NAME: &str = "authentication.kubernetes.io/pod-name";
@@ -287,7 +290,13 @@ impl Tokens {
                 && timeout_at(end, self.pause(refused)).await.is_ok();
             if !may_repeat {
                 let why = reason(&error, || PERMISSION.to_owned());
-                return Err(failed(format!("the Kubernetes API of the server: {why}")));
+                let advice = match error {
+                    kube::Error::Api(_) => "",
+                    _ => ADVICE,
+                };
+                return Err(failed(format!(
+                    "the Kubernetes API of the server: {why}{advice}"
+                )));
             }
         };
         let status = answer.status.unwrap_or_default();

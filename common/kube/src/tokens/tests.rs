@@ -500,6 +500,15 @@ async fn refusal_contains_the_cause_of_a_failed_connection() {
 }
 
 #[tokio::test]
+async fn refusal_names_the_remedy_if_the_api_cannot_be_reached() {
+    let service = tower::service_fn(|_: Request<Body>| async {
+        Err::<Response<Body>, _>(std::io::Error::other("Connection refused"))
+    });
+    let failed = refusal(Client::new(service, "default")).await;
+    assert_eq!(failed, format!("Connection refused{ADVICE}"));
+}
+
+#[tokio::test]
 async fn refusal_contains_the_message_of_the_api_once() {
     let failed = refusal(failing_with(500, "etcd is down")).await;
     assert_eq!(failed, "etcd is down (500)");
