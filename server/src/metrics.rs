@@ -329,7 +329,7 @@ impl ServerMetrics {
             tunnel_ready: registry.gauge(
                 "culvert_tunnel_ready",
                 &[],
-                "1 while /readyz finds a peer: an agent of the first strategy, or an OpenVPN client with routes.",
+                "1 while /readyz finds a peer: an agent of one of the strategies, or an OpenVPN client with routes.",
             ),
             switching: registry.gauge(
                 "culvert_tunnel_switching",

@@ -284,14 +284,15 @@ impl Router {
         self.draining.load(Ordering::Relaxed)
     }
 
-    /// Returns true if a tunnel of the route is ready for new dials.
+    /// Returns true if a tunnel of the route has a peer for new dials. The stock server asks only the first strategy, and is
+    /// not ready while agents of another strategy serve all dials.
     pub(crate) fn is_ready(&self) -> bool {
         let route = self.route();
         [Some(route.first), route.second()]
             .into_iter()
             .flatten()
             .filter_map(|kind| self.slot(kind))
-            .any(|slot| slot.tunnel.is_ready())
+            .any(|slot| slot.tunnel.health() > Health::Absent)
     }
 
     /// Returns a seat for a new client on the thread where the client is best served.

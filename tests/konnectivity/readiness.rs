@@ -75,6 +75,17 @@ async fn server_and_agent_behind_a_service_wait_for_each_other_by_default() {
 }
 
 #[tokio::test]
+async fn server_is_ready_while_any_strategy_has_an_agent() {
+    let builder = Topology::builder(Mode::HttpConnect, Transport::Uds);
+    let strategies = ["--proxy-strategies=destHost,cidr,defaultRoute,default"];
+    let builder = builder.server(Executable::Ours, &strategies);
+    let topology = builder.agent(Executable::Ours, &[]).start().await;
+    let of_default = [("proxy_strategy", "default")];
+    server_shows(&topology, "ready_backends", &of_default, 1.0).await;
+    assert_eq!(get(topology.server_health(0), "/readyz").await.0, 200);
+}
+
+#[tokio::test]
 async fn ready_without_agents_lets_agents_reach_a_new_server() {
     let (topology, _service, agent) = start(&["--ready-without-agents"]).await;
     agent.shows("open_server_connections", 1.0).await;

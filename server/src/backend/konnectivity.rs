@@ -90,10 +90,6 @@ impl Tunnel for Konnectivity {
         self.registry.health()
     }
 
-    fn is_ready(&self) -> bool {
-        self.registry.is_ready()
-    }
-
     fn dial<'a>(&'a self, dial: &'a Dial, deadline: Instant) -> Dialing<'a> {
         Box::pin(self.try_streams(dial, deadline))
     }

@@ -159,7 +159,7 @@ impl Registry {
         }
     }
 
-    /// Returns the health of the best agent of all strategies.
+    /// Returns the health of the best agent of all strategies. Draining agents count.
     pub(crate) fn health(&self) -> Health {
         let agents = self.agents.lock();
         let healths = self
@@ -167,13 +167,6 @@ impl Registry {
             .iter()
             .map(|strategy| agents.of_strategy(*strategy).health());
         healths.max().unwrap_or(Health::Absent)
-    }
-
-    /// Returns true if the first strategy has an agent: the readiness of the stock server. Draining agents count.
-    pub(crate) fn is_ready(&self) -> bool {
-        let agents = self.agents.lock();
-        let first = self.strategies.first();
-        first.is_some_and(|first| agents.of_strategy(*first).health() > Health::Absent)
     }
 
     /// Returns the agent connections for the status output.

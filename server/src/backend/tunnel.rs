@@ -24,11 +24,6 @@ pub trait Tunnel: Send + Sync + 'static {
     /// every dial.
     fn health(&self) -> Health;
 
-    /// Returns true if the server is ready as far as this tunnel is concerned.
-    fn is_ready(&self) -> bool {
-        self.health() > Health::Absent
-    }
-
     /// Opens a connection before the deadline. `StreamDialError::Refused` means that the endpoint itself
     /// cannot be reached, and is final. After other errors the router may try the other tunnel, so nothing
     /// may have been sent to the endpoint.

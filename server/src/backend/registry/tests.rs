@@ -184,15 +184,14 @@ fn metrics_count_the_keys_of_each_strategy() {
 }
 
 #[test]
-fn readiness_follows_the_first_strategy() {
-    let mut world = World::new(&[Strategy::DestHost, Strategy::Default]);
+fn health_follows_the_best_agent_of_all_strategies() {
+    let mut world = World::new(&[Strategy::DestHost, Strategy::DefaultRoute]);
     assert_eq!(world.registry.health(), Health::Absent);
-    world.connect("a", "default-route=true");
-    assert!(!world.registry.is_ready());
-    // The other strategy serves dials.
+    // No strategy uses this agent.
+    world.connect("a", "");
+    assert_eq!(world.registry.health(), Health::Absent);
+    world.connect("b", "default-route=true");
     assert_eq!(world.registry.health(), Health::Healthy);
-    world.connect("b", "host=b");
-    assert!(world.registry.is_ready());
 }
 
 #[test]
