@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use culvert_kit::services::Services;
+use culvert_tests::black_hole;
 use culvert_tests::namespace::{alone, memory_limit};
 use culvert_tests::wait::eventually;
 use tokio::io::AsyncWriteExt;
@@ -10,7 +11,8 @@ use tokio::net::tcp::OwnedWriteHalf;
 use tokio::time::timeout;
 
 use crate::frames::{
-    self, END_HEADERS, END_STREAM, Frames, HEADERS, PRIORITY, RST_STREAM, connect_fields, frame,
+    self, DATA, END_HEADERS, END_STREAM, Frames, GOAWAY, HEADERS, PRIORITY, RST_STREAM,
+    connect_fields, frame,
 };
 use crate::support::{Door, Http2, LIMIT, Upstream, converse};
 
@@ -23,6 +25,12 @@ const REQUESTS: u32 = 1024;
 
 /// Number of requests that HTTP/2 refuses by itself on a connection that goes on.
 const UNDECIDED: u32 = 15;
+
+/// Flag of a SETTINGS frame.
+const ACK: u8 = 1;
+
+/// HTTP/2 error code ENHANCE_YOUR_CALM (RFC 9113, section 7).
+const CALM: u32 = 11;
 
 const UNKNOWN: &str = "other.demo.svc.cluster.local:443";
 
@@ -146,5 +154,36 @@ fn the_memory_limit_bounds_http2_connections_and_metrics_show_it() {
         .await;
         let client = Http2::connect(door.tunneling).await;
         client.open("raw:1", b"").await.unwrap();
+    });
+}
+
+#[test]
+fn uploads_that_no_endpoint_reads_end_the_connection_with_the_largest() {
+    alone(async || {
+        memory_limit(16 << 20);
+        let services = Services::start().await.unwrap();
+        let hole = black_hole().await;
+        let upstreams = [
+            Upstream::new("demo/raw", services.raw).authority("raw:1"),
+            Upstream::new("demo/hole", hole.addr()).authority("hole:1"),
+        ];
+        let door = Door::start(&upstreams).await;
+        let client = Http2::connect(door.tunneling).await;
+        let mut bystander = client.open("raw:1", b"echo\n").await.unwrap();
+        // The client confirms only the first SETTINGS, and sends eight windows of 1 MiB while the endpoint does not accept.
+        let (mut frames, mut write) = frames::connect(door.tunneling, &[]).await;
+        frames.next_of(SETTINGS).await.unwrap();
+        let mut uploads = frame(SETTINGS, ACK, 0, &[]);
+        for id in (1..16).step_by(2) {
+            uploads.extend(frame(HEADERS, END_HEADERS, id, &connect_fields("hole:1")));
+            uploads.extend(frame(DATA, 0, id, &[0; 16 << 10]).repeat(64));
+        }
+        // Fails if the front door has ended the connection already.
+        let send = async { drop(write.write_all(&uploads).await) };
+        let (goaway, ()) = tokio::join!(frames.next_of(GOAWAY), send);
+        assert!(goaway.is_none_or(|goaway| goaway.code() == CALM));
+        door.has_refused("tunneling", "buffer_exceeded", 1.0).await;
+        bystander.say(b"x");
+        assert_eq!(bystander.hear(1).await, b"x");
     });
 }

@@ -1,7 +1,7 @@
 //! The two halves of one connection on an HTTP/2 stream, as a [`Source`] and a [`Sink`].
 
 use std::collections::VecDeque;
-use std::future::poll_fn;
+use std::future::{pending, poll_fn};
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -74,7 +74,8 @@ pub struct NativeSink {
 /// Source of bytes from the peer.
 pub struct NativeSource {
     stream: RecvStream,
-    sending: Shared,
+    /// `None` before [`NativeSource::answered`].
+    sending: Option<Shared>,
     queued: Arc<Queued>,
     /// Frames read from HTTP/2 while the sink was busy.
     ahead: VecDeque<Bytes>,
@@ -92,6 +93,8 @@ pub struct NativeSource {
     /// True if `recent` was at most [`GATHER_BYTES`] after the last frame.
     small: bool,
     inbound: Arc<Inbound>,
+    /// Charge for `held`; `None` without an allowance for unread bytes.
+    charge: Option<Held>,
     lost: CloseReason,
 }
 
@@ -103,33 +106,8 @@ pub fn halves(
     inbound: Arc<Inbound>,
     lost: CloseReason,
 ) -> (NativeSource, NativeSink) {
-    let stream = Arc::new(Mutex::new(send));
-    let queued = Arc::<Queued>::default();
-    inbound.streams.fetch_add(1, Ordering::Relaxed);
-    let source = NativeSource {
-        stream: receive,
-        sending: stream.clone(),
-        queued: queued.clone(),
-        ahead: VecDeque::new(),
-        gathered: BytesMut::new(),
-        end: None,
-        in_hand: 0,
-        held: 0,
-        done: 0,
-        recent: 0,
-        small: false,
-        inbound: inbound.clone(),
-        lost,
-    };
-    let sink = NativeSink {
-        stream,
-        queued,
-        enough: ENOUGH_BYTES,
-        allowance: None,
-        inbound,
-        finished: false,
-        lost,
-    };
+    let mut source = NativeSource::unanswered(receive, inbound, lost);
+    let sink = source.answered(send);
     (source, sink)
 }
 
@@ -363,6 +341,43 @@ impl Sink for NativeSink {
 // === impl NativeSource ===
 
 impl NativeSource {
+    /// Creates the source of a request without a response. [`Source::fill`] moves the bytes that arrive before the
+    /// response out of HTTP/2, so that they count.
+    pub fn unanswered(stream: RecvStream, inbound: Arc<Inbound>, lost: CloseReason) -> Self {
+        inbound.streams.fetch_add(1, Ordering::Relaxed);
+        Self {
+            stream,
+            sending: None,
+            queued: Arc::default(),
+            ahead: VecDeque::new(),
+            gathered: BytesMut::new(),
+            end: None,
+            in_hand: 0,
+            held: 0,
+            done: 0,
+            recent: 0,
+            small: false,
+            charge: inbound.unread.as_ref().map(|unread| unread.hold(0)),
+            inbound,
+            lost,
+        }
+    }
+
+    /// Returns the sink for the sending half, once the request has a response.
+    pub fn answered(&mut self, send: SendStream<Chunk>) -> NativeSink {
+        let stream = Arc::new(Mutex::new(send));
+        self.sending = Some(stream.clone());
+        NativeSink {
+            stream,
+            queued: self.queued.clone(),
+            enough: ENOUGH_BYTES,
+            allowance: None,
+            inbound: self.inbound.clone(),
+            finished: false,
+            lost: self.lost,
+        }
+    }
+
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Bytes>> {
         if self.end.is_some() {
             return Poll::Ready(None);
@@ -374,6 +389,9 @@ impl NativeSource {
                     let count = bytes.len();
                     self.held += count;
                     self.inbound.held.fetch_add(count, Ordering::Relaxed);
+                    if let Some(charge) = &mut self.charge {
+                        charge.grow(count);
+                    }
                     self.recent = self.recent / 2 + count;
                     let small = self.recent <= GATHER_BYTES;
                     // One small frame alone does not count: a bulk transfer starts with a small frame, and
@@ -404,6 +422,9 @@ impl NativeSource {
         let bytes = std::mem::take(&mut self.in_hand);
         self.held -= bytes;
         self.inbound.held.fetch_sub(bytes, Ordering::Relaxed);
+        if let Some(charge) = &mut self.charge {
+            charge.shrink(bytes);
+        }
         self.done += bytes;
     }
 
@@ -501,7 +522,10 @@ impl Source for NativeSource {
     }
 
     async fn aborted(&mut self) -> CloseReason {
-        aborted(&self.sending, self.lost).await
+        match &self.sending {
+            Some(sending) => aborted(sending, self.lost).await,
+            None => pending().await,
+        }
     }
 
     /// Moves every frame out of HTTP/2's queue at once, because small frames in the queue count against a

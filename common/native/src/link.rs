@@ -109,6 +109,9 @@ pub struct TakerLimits {
     pub unaccepted_resets: usize,
     /// Times of the pings.
     pub pings: Pings,
+    /// Time for the peer to confirm SETTINGS while the windows of its streams have to shrink because of unread bytes. `None`
+    /// for no limit.
+    pub confirm_time: Option<Duration>,
 }
 
 impl TakerLimits {
@@ -127,6 +130,7 @@ impl TakerLimits {
             read_quota: None,
             unaccepted_resets: MANY_RESETS,
             pings: Pings::default(),
+            confirm_time: None,
         }
     }
 }
@@ -223,7 +227,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Opener<S, B> {
             match tuner.poll(cx, announce) {
                 Ok(true) => {}
                 Ok(false) => return Poll::Pending,
-                Err(silent) => return Poll::Ready(Err(silent.to_string())),
+                Err(unfit) => return Poll::Ready(Err(unfit.to_string())),
             }
         }
     }
@@ -256,7 +260,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Taker<S> {
             .handshake::<_, Chunk>(reader)
             .await?;
         let ping = connection.ping_pong().ok_or_else(unpingable)?;
-        let tuner = Tuner::new(ping, inbound, limits.held_bytes, limits.pings);
+        let tuner = Tuner::new(ping, inbound, limits.held_bytes, limits.pings)
+            .confirmed_within(limits.confirm_time);
         Ok(Self {
             connection,
             tuner,
@@ -329,7 +334,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Taker<S, B> {
                 match tuner.poll(cx, announce) {
                     Ok(true) => {}
                     Ok(false) => return Poll::Pending,
-                    Err(silent) => return Poll::Ready(Err(silent.to_string())),
+                    Err(unfit) => return Poll::Ready(Err(unfit.to_string())),
                 }
             }
         })

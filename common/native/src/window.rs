@@ -25,6 +25,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use culvert_stream::LONG_PATH;
+use culvert_stream::allowance::Allowance;
 use futures_util::task::AtomicWaker;
 use h2::{Ping, PingPong};
 use tokio::sync::Notify;
@@ -93,6 +94,8 @@ pub struct Inbound {
     pub(crate) heard: AtomicU64,
     /// Bytes received and not yet accepted by a sink.
     pub held: Arc<AtomicUsize>,
+    /// Allowance for `held`; `None` without one.
+    pub(crate) unread: Option<Arc<Allowance>>,
     /// Number of streams whose bytes count.
     pub(crate) streams: AtomicUsize,
     /// Number of frames on small streams, or of small messages in a packet stream.
@@ -122,10 +125,19 @@ pub struct Inbound {
     pub(crate) undecided: Option<Arc<Undecided>>,
 }
 
-/// Error for a peer that sent nothing for too long after a ping.
+/// Part of the error for a peer that does not confirm a smaller window.
+pub const UNCONFIRMED: &str = "the peer does not confirm SETTINGS";
+
+/// Reason of a [`Tuner`] for ending a connection.
 #[derive(Debug, thiserror::Error)]
-#[error("the peer is silent: no byte received for {0:?} after a ping")]
-pub struct Silent(Duration);
+pub enum Unfit {
+    /// The peer sent nothing for too long after a ping.
+    #[error("the peer is silent: no byte received for {0:?} after a ping")]
+    Silent(Duration),
+    /// The window has to shrink, but the peer did not confirm the previous SETTINGS in time.
+    #[error("{UNCONFIRMED}: its streams have many unread bytes, and their window cannot shrink")]
+    Unconfirmed,
+}
 
 /// Window to announce to the peer, in bytes.
 #[derive(Clone, Copy, Debug)]
@@ -155,6 +167,10 @@ pub struct Tuner {
     /// Time of the last frame on a small stream, and the number of such frames so far.
     small: (Option<Instant>, usize),
     alarm: Pin<Box<Sleep>>,
+    /// Time for the peer to confirm SETTINGS while its window has to shrink; `None` for no limit.
+    confirm_time: Option<Duration>,
+    /// End of this time; `None` while nothing is late.
+    confirm_by: Option<Pin<Box<Sleep>>>,
 }
 
 struct Asked {
@@ -203,6 +219,7 @@ impl Inbound {
             received: AtomicU64::new(0),
             heard: AtomicU64::new(0),
             held: Arc::default(),
+            unread: None,
             streams: AtomicUsize::new(0),
             small: AtomicUsize::new(0),
             profile,
@@ -218,6 +235,16 @@ impl Inbound {
             buffers: Arc::default(),
             resets: Resets::default(),
             undecided: None,
+        }
+    }
+
+    /// Charges the unread bytes of all streams to `unread`. While the allowance is limited, each stream gets a smaller
+    /// window.
+    #[must_use]
+    pub fn within(self, unread: Arc<Allowance>) -> Self {
+        Self {
+            unread: Some(unread),
+            ..self
         }
     }
 
@@ -392,6 +419,18 @@ impl Tuner {
             last_heard: 0,
             small: (None, 0),
             alarm: Box::pin(sleep(first_ping)),
+            confirm_time: None,
+            confirm_by: None,
+        }
+    }
+
+    /// Ends the connection if too many bytes are unread and the peer does not confirm SETTINGS within `time`. `None`
+    /// stands for no limit.
+    #[must_use]
+    pub(crate) fn confirmed_within(self, time: Option<Duration>) -> Self {
+        Self {
+            confirm_time: time,
+            ..self
         }
     }
 
@@ -416,12 +455,12 @@ impl Tuner {
     /// Returns true if the connection has something to send.
     ///
     /// # Errors
-    /// Fails with [`Silent`] once the peer is gone.
+    /// Fails once the peer is gone, or does not confirm SETTINGS in time.
     pub(crate) fn poll(
         &mut self,
         cx: &mut Context<'_>,
         announce: impl FnOnce(Window) -> Result<(), h2::Error>,
-    ) -> Result<bool, Silent> {
+    ) -> Result<bool, Unfit> {
         self.inbound.tuner.register(cx.waker());
         if !self.is_admitted() {
             return Ok(false);
@@ -431,6 +470,7 @@ impl Tuner {
         let in_force = self.inbound.window();
         // The last window is announced twice: the second announcement succeeds only if the first is in force.
         if in_force == wanted && before == wanted {
+            self.confirm_by = None;
             return Ok(false);
         }
         let window = match self.inbound.is_of_connection() {
@@ -438,15 +478,44 @@ impl Tuner {
             false => Window::Streams(wanted),
         };
         if announce(window).is_err() {
-            return Ok(false);
+            return self.look_at_confirmation(cx).map(|()| false);
         }
+        self.confirm_by = None;
         self.announced = wanted;
         self.inbound.resize(before.max(wanted));
         Ok(true)
     }
 
-    fn look(&mut self, cx: &mut Context<'_>) -> Result<(), Silent> {
-        let held = self.inbound.held.load(Ordering::Relaxed);
+    /// Fails if the peer has not confirmed SETTINGS in time although unread bytes call for a smaller window.
+    fn look_at_confirmation(&mut self, cx: &mut Context<'_>) -> Result<(), Unfit> {
+        let is_crowded = self.estimate.limit(self.held()) < self.inbound.window();
+        let Some(time) = self.confirm_time.filter(|_| is_crowded) else {
+            self.confirm_by = None;
+            return Ok(());
+        };
+        let late = self.confirm_by.get_or_insert_with(|| Box::pin(sleep(time)));
+        match late.as_mut().poll(cx) {
+            Poll::Ready(()) => Err(Unfit::Unconfirmed),
+            Poll::Pending => Ok(()),
+        }
+    }
+
+    /// Returns the unread bytes. While the allowance of all connections is limited, a connection has only a sixteenth of its
+    /// budget, so that streams with unread bytes get small windows, and streams whose bytes are read get nearly as large
+    /// windows as otherwise.
+    fn held(&self) -> usize {
+        let unread = self.inbound.unread.as_ref();
+        let is_limited = unread.is_some_and(|unread| unread.limit().is_some());
+        let other = if is_limited {
+            self.estimate.budget / 16 * 15
+        } else {
+            0
+        };
+        self.inbound.held.load(Ordering::Relaxed) + other
+    }
+
+    fn look(&mut self, cx: &mut Context<'_>) -> Result<(), Unfit> {
+        let held = self.held();
         let streams = self.inbound.streams.load(Ordering::Relaxed);
         self.estimate.crowded(held, streams);
         let small = self.inbound.small.load(Ordering::Relaxed);
@@ -508,7 +577,7 @@ impl Tuner {
             match &mut self.asked {
                 Some(_) if self.link_changes % 2 == 1 => self.set_alarm(self.pings.timeout),
                 Some(asked) if asked.heard == heard => {
-                    return Err(Silent(self.pings.timeout));
+                    return Err(Unfit::Silent(self.pings.timeout));
                 }
                 Some(asked) => {
                     asked.heard = heard;

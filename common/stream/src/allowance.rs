@@ -12,6 +12,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use tokio::sync::Notify;
+
 /// Bytes always permitted in one read of a stream, however much is charged.
 pub const LEAST_BYTES: usize = 4 * 1024;
 
@@ -23,6 +25,8 @@ const PARTS: usize = 32;
 pub struct Allowance {
     total: usize,
     held: AtomicUsize,
+    /// Notified when [`Held::grow`] charges bytes beyond the total.
+    exceeded: Notify,
     /// Larger allowance that contains this allowance; `None` for an independent allowance.
     whole: Option<Arc<Allowance>>,
 }
@@ -42,6 +46,7 @@ impl Allowance {
         Arc::new(Self {
             total,
             held: AtomicUsize::new(0),
+            exceeded: Notify::new(),
             whole: None,
         })
     }
@@ -52,6 +57,7 @@ impl Allowance {
         Arc::new(Self {
             total,
             held: AtomicUsize::new(0),
+            exceeded: Notify::new(),
             whole: Some(self.clone()),
         })
     }
@@ -67,13 +73,34 @@ impl Allowance {
 
     /// Charges `bytes`, whatever the limit, because the bytes have already been read.
     pub fn hold(self: &Arc<Self>, bytes: usize) -> Held {
-        self.held.fetch_add(bytes, Ordering::Relaxed);
-        if let Some(whole) = &self.whole {
-            whole.held.fetch_add(bytes, Ordering::Relaxed);
-        }
+        self.charge(bytes);
         Held {
             allowance: self.clone(),
             bytes,
+        }
+    }
+
+    /// Waits until [`Held::grow`] has charged bytes beyond the total, here or in a part.
+    pub async fn exceeded(&self) {
+        self.exceeded.notified().await;
+    }
+
+    /// Returns true if the charged bytes exceed the total, also without `bytes` of them.
+    pub fn is_exceeded_without(&self, bytes: usize) -> bool {
+        self.held().saturating_sub(bytes) > self.total
+    }
+
+    fn charge(&self, bytes: usize) {
+        self.held.fetch_add(bytes, Ordering::Relaxed);
+        if let Some(whole) = &self.whole {
+            whole.charge(bytes);
+        }
+    }
+
+    fn release(&self, bytes: usize) {
+        self.held.fetch_sub(bytes, Ordering::Relaxed);
+        if let Some(whole) = &self.whole {
+            whole.release(bytes);
         }
     }
 
@@ -83,19 +110,42 @@ impl Allowance {
     }
 }
 
+// === impl Held ===
+
+impl Held {
+    /// Charges `bytes` more. Wakes [`Allowance::exceeded`] if the bytes exceed a total.
+    pub fn grow(&mut self, bytes: usize) {
+        self.bytes += bytes;
+        self.allowance.charge(bytes);
+        let mut next = Some(&self.allowance);
+        while let Some(allowance) = next {
+            if allowance.is_exceeded_without(0) {
+                allowance.exceeded.notify_one();
+            }
+            next = allowance.whole.as_ref();
+        }
+    }
+
+    /// Releases `bytes` of the charge, which must be charged.
+    pub fn shrink(&mut self, bytes: usize) {
+        self.bytes -= bytes;
+        self.allowance.release(bytes);
+    }
+}
+
 impl Drop for Held {
     fn drop(&mut self) {
-        let Allowance { held, whole, .. } = &*self.allowance;
-        held.fetch_sub(self.bytes, Ordering::Relaxed);
-        if let Some(whole) = whole {
-            whole.held.fetch_sub(self.bytes, Ordering::Relaxed);
-        }
+        self.allowance.release(self.bytes);
     }
 }
 
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+
+    use std::time::Duration;
+
+    use tokio::time::timeout;
 
     use super::*;
 
@@ -112,6 +162,23 @@ mod tests {
         assert_eq!(allowance.limit(), Some(LEAST_BYTES));
         drop(third);
         assert_eq!((allowance.limit(), allowance.held()), (None, 0));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn growth_beyond_the_whole_is_reported_and_a_dropped_charge_is_released() {
+        let whole = Allowance::new(1 << 20);
+        let part = whole.part(usize::MAX);
+        let is_reported = async || timeout(Duration::ZERO, whole.exceeded()).await.is_ok();
+        let mut charge = part.hold(0);
+        charge.grow(1 << 20);
+        assert!(!is_reported().await && !whole.is_exceeded_without(0));
+        charge.grow(2);
+        assert!(is_reported().await && whole.is_exceeded_without(1));
+        assert!(!whole.is_exceeded_without(2));
+        charge.shrink(1 << 20);
+        assert_eq!((part.held(), whole.held()), (2, 2));
+        drop(charge);
+        assert_eq!((part.held(), whole.held()), (0, 0));
     }
 
     #[test]

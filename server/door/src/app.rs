@@ -253,6 +253,8 @@ impl Bound {
                 sessions: connect::sessions(memory, &front.metrics),
                 unread: connect::unread(memory),
             });
+            let bound = connect.sessions.clone().bound_uploads(stop.clone());
+            spawn_essential(&upkeep, "uploads", &stop, bound);
             let (front, until) = (front.clone(), closing.clone());
             let listener = Listener::tcp(listener, &keepalive);
             let connection = move |stream, peer| connect.clone().serve(stream, peer);

@@ -10,6 +10,7 @@
 
 mod denial;
 mod http2;
+mod sessions;
 
 use std::future::pending;
 use std::io;
@@ -25,7 +26,6 @@ use culvert_host::net::dial::split_host_port;
 use culvert_host::net::networks::Networks;
 use culvert_host::net::proxy_protocol::{Origin, UNEXPECTED_HEADER, is_header};
 use culvert_host::net::readahead::ReadAhead;
-use culvert_host::net::shares::Shares;
 use culvert_host::net::socket::{ResetOnDrop, Socket};
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_host::tls::reload::ServerTls;
@@ -41,6 +41,7 @@ use tokio_rustls::TlsAcceptor;
 use tracing::{debug, info};
 
 use self::denial::Denial;
+use self::sessions::Sessions;
 use super::front::{FIRST_BYTES_TIMEOUT, Front, refusal_of};
 use super::metrics::{Entrance, ProxyMetrics, Refusal, Tally};
 use super::relay::write_all;
@@ -68,9 +69,6 @@ const WHOLE_HEAD_BYTES: usize = 4096;
 /// a reset, or wrong may add about 300 KiB; only hostile clients have as many at once.
 const SESSION_BYTES: u64 = 32 * 1024 + http2::FRAME_BYTES as u64;
 
-/// HTTP/2 connections that an address may have for each free place. All nodes of a cluster may have one address.
-const SESSION_FACTOR: u64 = 8;
-
 /// First byte of a TLS handshake.
 const TLS_HANDSHAKE: u8 = 22;
 
@@ -89,15 +87,15 @@ pub(crate) struct ConnectListener {
     pub allowed: Networks,
     /// Slots for clients that have sent a part of their request.
     pub requests: Arc<Admission>,
-    /// Shares of the clients' addresses in the HTTP/2 connections that fit the memory limit.
-    pub sessions: Arc<Shares>,
-    /// Allowance for the bytes of all clients, see [`unread`].
+    /// HTTP/2 connections, bounded by the memory limit.
+    pub sessions: Arc<Sessions>,
+    /// Allowance for the bytes of all clients except uploads over HTTP/2, see [`unread`].
     pub unread: Arc<Allowance>,
 }
 
-/// Returns the shares in the HTTP/2 connections that fit a memory limit in bytes, and shows their number in the metrics.
-/// `None` stands for no limit.
-pub(crate) fn sessions(memory: Option<u64>, metrics: &ProxyMetrics) -> Arc<Shares> {
+/// Returns the set of HTTP/2 connections with the bounds of a memory limit in bytes, and shows the number of connections that
+/// fit in the metrics. `None` stands for no limit.
+pub(crate) fn sessions(memory: Option<u64>, metrics: &ProxyMetrics) -> Arc<Sessions> {
     let most = memory.map(|bytes| bytes / SESSION_BYTES);
     if let Some(connections) = most {
         info!(
@@ -106,11 +104,11 @@ pub(crate) fn sessions(memory: Option<u64>, metrics: &ProxyMetrics) -> Arc<Share
         );
         metrics.http2_limit.set(connections as f64);
     }
-    Shares::of(most.unwrap_or(u64::MAX), SESSION_FACTOR)
+    Sessions::new(most.unwrap_or(u64::MAX), unread(memory))
 }
 
-/// Returns the allowance for bytes on their way to clients that do not read, and to endpoints of HTTP/1.1 clients: a
-/// quarter of the memory limit in bytes. `None` stands for no limit.
+/// Returns an allowance of a quarter of the memory limit in bytes: one is for bytes on their way to clients that do not read,
+/// and to endpoints of HTTP/1.1 clients, another one for uploads over HTTP/2. `None` stands for no limit.
 pub(crate) fn unread(memory: Option<u64>) -> Arc<Allowance> {
     let most = memory.and_then(|bytes| usize::try_from(bytes / 4).ok());
     Allowance::new(most.unwrap_or(usize::MAX))
@@ -145,13 +143,13 @@ impl ConnectListener {
             Ok(_) => return,
             Err(_) => return self.refuse(Refusal::Timeout, peer, "no request in time"),
         };
+        let is_tls = first.starts_with(&[TLS_HANDSHAKE]);
         if is_header(first) {
             let front = &self.front;
             return front.refuse_header(Entrance::Tunneling, peer, UNEXPECTED_HEADER);
         }
         // Streams of this connection may need the address, and have no socket.
         let peer = peer.with_local(&stream);
-        let is_tls = first.starts_with(&[TLS_HANDSHAKE]);
         // A preface that arrives in pieces only needs more read calls.
         let is_framed = is_tls || first.starts_with(PRIOR_KNOWLEDGE);
         // Boxed, so that a client that sends nothing does not occupy the memory of the later stages.
@@ -386,7 +384,7 @@ impl ConnectListener {
 
     /// Carries an accepted request. `socket` is the client socket to check for a dead peer; `None` for HTTP/2,
     /// which has PINGs. `unread` is the budget for bytes on their way to the client, and for HTTP/1.1 also for
-    /// the bytes in the other direction; HTTP/2 bounds those by its windows.
+    /// the bytes in the other direction; HTTP/2 bounds those by its windows and by [`Sessions`].
     async fn run_connection<C, K>(
         &self,
         client: (&mut C, &mut K),

@@ -57,6 +57,8 @@ label_values! {
         Tls = "tls",
         /// Most streams of an HTTP/2 connection were reset right after they were opened.
         Flood = "flood",
+        /// The unread uploads of an HTTP/2 client were too large.
+        BufferExceeded = "buffer_exceeded",
     }
 }
 

@@ -1,9 +1,10 @@
 #![allow(clippy::unwrap_used)]
 
+use culvert_stream::allowance::Allowance;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex, sink};
 use tokio::time::{Instant, sleep, timeout};
 
-use super::super::window::{LONG_PATH_BYTES, WindowProfile};
+use super::super::window::{LONG_PATH_BYTES, UNCONFIRMED, WindowProfile};
 use super::*;
 
 const LIMIT: Duration = Duration::from_secs(5);
@@ -116,6 +117,32 @@ async fn client_of_a_front_end_is_pinged_only_after_the_idle_time() {
     run.abort();
     let idle = SHORT.idle.as_secs();
     assert_eq!(times, [idle, 2 * idle, 3 * idle, 4 * idle]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn peer_that_does_not_confirm_a_smaller_window_in_time_loses_its_connection() {
+    // More than half of the allowance of all connections is used.
+    let allowance = Allowance::new(4);
+    let unread = allowance.hold(3);
+    let (near, mut far) = duplex(1 << 16);
+    far.write_all(PREFACE).await.unwrap();
+    far.write_all(&SETTINGS).await.unwrap();
+    let inbound = Inbound::new(WindowProfile::Fixed(1 << 20)).within(allowance.part(usize::MAX));
+    let limits = TakerLimits {
+        confirm_time: Some(LIMIT),
+        ..TakerLimits::trusting()
+    };
+    let mut taker = Taker::new(near, Arc::new(inbound), limits).await.unwrap();
+    let run = tokio::spawn(async move { taker.next().await.map(|_| ()) });
+    sleep(LIMIT / 2).await;
+    assert!(!run.is_finished());
+    // A peer that confirms late may continue, but not without confirming the smaller window.
+    far.write_all(&[0, 0, 0, 4, 1, 0, 0, 0, 0]).await.unwrap();
+    sleep(LIMIT / 4 * 3).await;
+    assert!(!run.is_finished());
+    let why = timeout(LIMIT, run).await.unwrap().unwrap().unwrap_err();
+    assert!(why.contains(UNCONFIRMED), "{why}");
+    drop(unread);
 }
 
 /// HEADERS frames of `count` streams, each of which depends on itself (RFC 7540, section 5.3.1). Each is an error that

@@ -23,7 +23,7 @@ const ALL_WINDOWS_BYTES: u64 = 1 << 32;
 pub(super) struct Estimate {
     pub(super) window: u32,
     profile: WindowProfile,
-    budget: usize,
+    pub(super) budget: usize,
     /// Number of open streams.
     streams: usize,
     /// True while small streams are active.
@@ -125,7 +125,7 @@ impl Estimate {
     /// streams can stall before the next check, plus a sixteenth of the remaining budget. Without the
     /// sixteenth, a few unread bytes in a moving stream would halve the window, which is rounded down to a
     /// power of two. Many streams have smaller windows, see [`ALL_WINDOWS_BYTES`].
-    fn limit(&self, held: usize) -> u32 {
+    pub(super) fn limit(&self, held: usize) -> u32 {
         let share = self.budget.saturating_sub(held) / 16 * 9;
         let each = ALL_WINDOWS_BYTES / (self.streams as u64).max(1);
         let share = u32::try_from(each.min(share as u64)).unwrap_or(u32::MAX);

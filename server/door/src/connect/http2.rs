@@ -1,6 +1,6 @@
 //! The CONNECT streams of one HTTP/2 connection, with limits on the work caused by a client.
 
-use std::future::poll_fn;
+use std::future::{pending, poll_fn};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -8,13 +8,13 @@ use std::time::Duration;
 use culvert_host::net::admission::Candidate;
 use culvert_host::net::proxy_protocol::Origin;
 use culvert_host::telemetry::metrics::GaugeGuard;
-use culvert_native::halves::halves;
+use culvert_native::halves::NativeSource;
 use culvert_native::link::{Incoming, Taker, TakerLimits};
 use culvert_native::requests::UndecidedRequest;
-use culvert_native::window::{Inbound, Pings, TAKER_HELD_BYTES, WindowProfile};
+use culvert_native::window::{Inbound, Pings, TAKER_HELD_BYTES, UNCONFIRMED, WindowProfile};
 use culvert_stream::allowance::Allowance;
 use culvert_stream::io::LINGER;
-use culvert_stream::{CloseReason, Sink as _};
+use culvert_stream::{CloseReason, Sink as _, Source as _};
 use http::{HeaderMap, HeaderValue, Method, Response, StatusCode};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::task::coop::consume_budget;
@@ -22,6 +22,7 @@ use tokio::time::{Instant, sleep, timeout};
 use tracing::{debug, warn};
 
 use super::denial::Denial;
+use super::sessions::SessionStream;
 use super::{ConnectListener, admit};
 use crate::metrics::{Entrance, Refusal};
 
@@ -72,8 +73,8 @@ const RESET_TIME: Duration = Duration::from_secs(5);
 pub(super) const FRAME_BYTES: u32 = 64 * 1024;
 
 /// Budget for unread small DATA frames of a connection, in bytes as `h2` counts them: 8,200 frames of one byte, which
-/// occupy about 4 MiB. A stream reads its frames at once, except while an endpoint has not accepted yet. The budget
-/// covers the one-byte frames of [`READ_QUOTA`]; the streams read before more input arrives.
+/// occupy about 4 MiB. A stream reads its frames at once. The budget covers the one-byte frames of [`READ_QUOTA`]; the streams
+/// read before more input arrives.
 const SMALL_FRAMES: usize = 2 * 1024 * 1024;
 
 /// Largest header list of a request, in bytes. A node's request has two fields of less than 400 bytes together.
@@ -82,6 +83,9 @@ const HEADER_BYTES: u32 = 8 * 1024;
 /// Number of bytes to read from a client before the requests in them are accepted, and their header fields dropped. So
 /// many bytes may encode header fields of 5 MiB.
 const READ_QUOTA: usize = 64 * 1024;
+
+/// Time for a client to confirm SETTINGS that shrink the windows of its streams.
+const CONFIRM_TIME: Duration = Duration::from_secs(10);
 
 /// A stream counts as premature if the client resets the stream within this time and before a response
 /// (Envoy's `overload.premature_reset_min_stream_lifetime_seconds`).
@@ -123,11 +127,12 @@ impl ConnectListener {
     ) where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
-        let Some(_place) = self.sessions.take_place(peer.ip()) else {
+        let Some(session) = self.sessions.enter(peer.ip()) else {
             return self.refuse_session(peer);
         };
         let _open = GaugeGuard::new(&self.front.metrics.http2_open);
         let inbound = Inbound::new(WindowProfile::Fixed(WINDOW_BYTES));
+        let inbound = inbound.within(session.uploads());
         let inbound = inbound.pacing_resets(PACED_RESETS, RESET_TIME);
         let inbound = Arc::new(inbound.limiting_undecided(UNDECIDED));
         let limits = TakerLimits {
@@ -143,6 +148,7 @@ impl ConnectListener {
             read_quota: Some(READ_QUOTA),
             unaccepted_resets: UNACCEPTED_RESETS,
             pings: Pings::default(),
+            confirm_time: Some(CONFIRM_TIME),
         };
         let taker = Taker::new(stream, inbound.clone(), limits);
         let mut taker = match taker.await {
@@ -151,7 +157,6 @@ impl ConnectListener {
         };
         admit(candidate);
         let closing = self.front.closing.clone();
-        // Each stream has a clone, so the reference count shows whether streams are open.
         let shared = Arc::new(Shared {
             peer,
             inbound,
@@ -159,10 +164,15 @@ impl ConnectListener {
             opened: AtomicU64::new(0),
             premature: AtomicU64::new(0),
         });
-        let (mut was_alone, mut is_draining) = (false, false);
+        let (mut was_idle, mut is_draining) = (false, false);
         loop {
             let next = tokio::select! {
                 next = taker.next() => next,
+                () = session.exceeded() => {
+                    warn!(%peer, "HTTP/2 connection ended: endpoints do not read the uploads of all clients, and this client has the largest; they may occupy a quarter of the memory limit");
+                    self.front.metrics.refused(Entrance::Tunneling, Refusal::BufferExceeded);
+                    return end_refused(taker).await;
+                }
                 () = closing.cancelled(), if !is_draining => {
                     is_draining = true;
                     shared.inbound.lift_undecided();
@@ -170,9 +180,9 @@ impl ConnectListener {
                     continue;
                 }
                 () = sleep(self.front.limits.connection_idle), if !is_draining => {
-                    let is_alone = Arc::strong_count(&shared) == 1;
-                    is_draining = was_alone && is_alone;
-                    was_alone = is_alone;
+                    let is_idle = session.is_idle();
+                    is_draining = was_idle && is_idle;
+                    was_idle = is_idle;
                     if is_draining {
                         shared.inbound.lift_undecided();
                         taker.drain();
@@ -185,20 +195,17 @@ impl ConnectListener {
                     // The fields may be large, and the stream's task starts later.
                     *incoming.0.headers_mut() = HeaderMap::new();
                     let undecided = shared.inbound.undecided_request();
-                    was_alone = false;
+                    was_idle = false;
                     shared.opened.fetch_add(1, Ordering::Relaxed);
                     if shared.is_flood() {
                         self.refuse(Refusal::Flood, peer, "most streams are reset at once");
-                        taker.refuse();
-                        let ended = async { while matches!(taker.next().await, Ok(Some(_))) {} };
-                        // A client that does not read never receives the refusal.
-                        let _ = timeout(LINGER, ended).await;
-                        return;
+                        return end_refused(taker).await;
                     }
+                    let stream = session.stream();
                     let (listener, shared) = (self.clone(), shared.clone());
                     self.front.tasks.spawn(async move {
                         tokio::select! {
-                            () = listener.stream(incoming, undecided, &shared) => {}
+                            () = listener.stream(incoming, undecided, &shared, &stream) => {}
                             () = listener.front.cut.cancelled() => {}
                         }
                     });
@@ -214,6 +221,11 @@ impl ConnectListener {
                 }
                 Err(error) if error.contains(TOO_MANY_ERRORS) => {
                     return self.refuse(Refusal::Flood, peer, &error);
+                }
+                Err(error) if error.contains(UNCONFIRMED) => {
+                    warn!(%peer, error, "HTTP/2 connection ended");
+                    let metrics = &self.front.metrics;
+                    return metrics.refused(Entrance::Tunneling, Refusal::BufferExceeded);
                 }
                 Err(error) => {
                     debug!(%peer, error, "an HTTP/2 connection failed");
@@ -236,6 +248,7 @@ impl ConnectListener {
         (request, mut respond): Incoming,
         undecided: UndecidedRequest,
         shared: &Shared,
+        session: &SessionStream,
     ) {
         let metrics = &self.front.metrics;
         let peer = shared.peer;
@@ -245,6 +258,8 @@ impl ConnectListener {
             let authority = head.uri.authority().map(ToString::to_string);
             (head.method, authority, body)
         };
+        let (inbound, lost) = (shared.inbound.clone(), CloseReason::ClientLost);
+        let mut source = NativeSource::unanswered(body, inbound, lost);
         let mut undecided = Some(undecided);
         let since = Instant::now();
         let connected = async {
@@ -271,6 +286,9 @@ impl ConnectListener {
                 return;
             }
             connected = connected => connected,
+            // The bytes must not wait in HTTP/2, where they do not count.
+            () = async { source.fill().await; pending().await } => return,
+            () = session.exceeded() => return,
         };
         let mut connected = match connected {
             Ok(connected) => connected,
@@ -284,8 +302,7 @@ impl ConnectListener {
                 let undecided = undecided.unwrap_or_else(|| inbound.undecided_again());
                 // Fails if the client is gone.
                 if let Ok(send) = respond.send_response(response, false) {
-                    let lost = CloseReason::ClientLost;
-                    let (_, mut sink) = halves(send, body, inbound.clone(), lost);
+                    let mut sink = source.answered(send);
                     let _ = sink.finish().await;
                     // A task of its own needs less memory than this one.
                     self.front.tasks.spawn(async move {
@@ -300,19 +317,29 @@ impl ConnectListener {
         let Ok(send) = respond.send_response(answer(StatusCode::OK), false) else {
             return counted.end(CloseReason::ClientLost);
         };
-        let inbound = shared.inbound.clone();
-        let (mut source, sink) = halves(send, body, inbound, CloseReason::ClientLost);
-        let mut sink = sink.toward_any_peer().within(shared.unread.clone());
+        let mut sink = source
+            .answered(send)
+            .toward_any_peer()
+            .within(shared.unread.clone());
         let authority = authority.unwrap_or_default();
         let (client, unread) = ((&mut source, &mut sink), shared.unread.clone());
         // A stream whose reset waits counts as a connection of the client.
         let share = connected.share.take();
-        let reason = self
-            .run_connection(client, connected, &authority, peer, None, unread)
-            .await;
+        let reason = tokio::select! {
+            reason = self.run_connection(client, connected, &authority, peer, None, unread) => reason,
+            () = session.exceeded() => CloseReason::BufferExceeded,
+        };
         counted.end(reason);
         sink.end_holding(share, reason, &self.front.tasks);
     }
+}
+
+/// Ends a connection with ENHANCE_YOUR_CALM.
+async fn end_refused<S: AsyncRead + AsyncWrite + Unpin>(mut taker: Taker<S>) {
+    taker.refuse();
+    let ended = async { while matches!(taker.next().await, Ok(Some(_))) {} };
+    // A client that does not read never receives the refusal.
+    let _ = timeout(LINGER, ended).await;
 }
 
 fn answer(status: StatusCode) -> Response<()> {
