@@ -52,7 +52,8 @@ pub(crate) async fn connect_unread(door: SocketAddr) -> (Frames, OwnedWriteHalf)
     begin(socket.connect(door).await.unwrap(), &[]).await
 }
 
-async fn begin(stream: TcpStream, settings: Settings<'_>) -> (Frames, OwnedWriteHalf) {
+/// Sends the first frames like [`connect`].
+pub(crate) async fn begin(stream: TcpStream, settings: Settings<'_>) -> (Frames, OwnedWriteHalf) {
     stream.set_nodelay(true).unwrap();
     let (read, mut write) = stream.into_split();
     let mut payload = Vec::new();

@@ -11,10 +11,10 @@ use tokio::net::tcp::OwnedWriteHalf;
 use tokio::time::timeout;
 
 use crate::frames::{
-    self, DATA, END_HEADERS, END_STREAM, Frames, GOAWAY, HEADERS, PRIORITY, RST_STREAM,
+    self, DATA, END_HEADERS, END_STREAM, Frames, GOAWAY, HEADERS, PRIORITY, RST_STREAM, SETTINGS,
     connect_fields, frame,
 };
-use crate::support::{Door, Http2, LIMIT, Upstream, converse};
+use crate::support::{Door, Http2, LIMIT, Upstream, connect_from, converse};
 
 /// Number of connections, and the most memory of each, in bytes.
 const CONNECTIONS: u64 = 100;
@@ -185,5 +185,34 @@ fn uploads_that_no_endpoint_reads_end_the_connection_with_the_largest() {
         door.has_refused("tunneling", "buffer_exceeded", 1.0).await;
         bystander.say(b"x");
         assert_eq!(bystander.hear(1).await, b"x");
+    });
+}
+
+#[test]
+fn idle_http2_connection_gives_its_place_to_a_client_of_another_address() {
+    alone(async || {
+        memory_limit(4 * 96 * 1024);
+        let services = Services::start().await.unwrap();
+        let upstream = Upstream::new("demo/raw", services.raw).authority("raw:1");
+        let door = Door::start(&[upstream]).await;
+        let client = Http2::connect(door.tunneling).await;
+        let mut tunnel = client.open("raw:1", b"echo\n").await.unwrap();
+        let mut idle = Vec::new();
+        for _ in 0..3 {
+            let (mut frames, write) = frames::connect(door.tunneling, &[]).await;
+            frames.next_of(SETTINGS).await.unwrap();
+            idle.push((frames, write));
+        }
+        let other = connect_from([127, 0, 0, 2], door.tunneling).await;
+        let (mut frames, _write) = frames::begin(other, &[]).await;
+        frames.next_of(SETTINGS).await.unwrap();
+        let goaway = idle[0].0.next_of(GOAWAY).await.unwrap();
+        assert_eq!(goaway.code(), 0);
+        // The connection ends although the client does not answer.
+        while idle[0].0.next().await.is_some() {}
+        door.has_refused("tunneling", "too_many_connections", 1.0)
+            .await;
+        tunnel.say(b"x");
+        assert_eq!(tunnel.hear(1).await, b"x");
     });
 }

@@ -18,7 +18,7 @@ use culvert_stream::{CloseReason, Sink as _, Source as _};
 use http::{HeaderMap, HeaderValue, Method, Response, StatusCode};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::task::coop::consume_budget;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tracing::{debug, warn};
 
 use super::denial::Denial;
@@ -165,6 +165,8 @@ impl ConnectListener {
             premature: AtomicU64::new(0),
         });
         let (mut was_idle, mut is_draining) = (false, false);
+        // End of a connection whose place is taken.
+        let mut end = None;
         loop {
             let next = tokio::select! {
                 next = taker.next() => next,
@@ -173,6 +175,17 @@ impl ConnectListener {
                     self.front.metrics.refused(Entrance::Tunneling, Refusal::BufferExceeded);
                     return end_refused(taker).await;
                 }
+                () = session.displaced(), if end.is_none() => {
+                    warn!(%peer, "HTTP/2 connection without streams ended: a client of an address with fewer connections needs its place; raise the memory limit");
+                    self.front.metrics.refused(Entrance::Tunneling, Refusal::TooManyConnections);
+                    end = Some(Instant::now() + LINGER);
+                    is_draining = true;
+                    shared.inbound.lift_undecided();
+                    taker.drain();
+                    continue;
+                }
+                // The client does not answer the GOAWAY, or has opened streams just before.
+                () = sleep_until(end.unwrap_or_else(Instant::now)), if end.is_some() => return,
                 () = closing.cancelled(), if !is_draining => {
                     is_draining = true;
                     shared.inbound.lift_undecided();

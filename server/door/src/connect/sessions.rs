@@ -1,10 +1,11 @@
 //! The HTTP/2 connections of the CONNECT port. They share the memory for connections and for unread uploads.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use culvert_host::net::admission::host_key;
 use culvert_host::net::shares::{Share, Shares};
 use culvert_stream::allowance::Allowance;
 use parking_lot::Mutex;
@@ -31,7 +32,8 @@ struct Members {
 
 /// An HTTP/2 connection, with its streams.
 struct Member {
-    /// Place in the memory limit; `None` once the connection has ended. Its streams may end later.
+    host: u64,
+    /// Place in the memory limit; `None` once the connection has ended or is displaced. Its streams may end later.
     place: Option<Share>,
     session: Arc<State>,
 }
@@ -41,6 +43,8 @@ struct State {
     /// Unread uploads of the connection's streams.
     uploads: Arc<Allowance>,
     streams: AtomicUsize,
+    /// Fires if a new client gets the place of the connection, which has no streams.
+    displaced: CancellationToken,
     /// Fires if the uploads of all connections are too large, and this connection has the largest.
     exceeded: CancellationToken,
 }
@@ -67,18 +71,27 @@ impl Sessions {
         })
     }
 
-    /// Adds a connection from `source`. Returns `None` without a place.
+    /// Adds a connection from `source`. If no place is free, the connection gets the place of the oldest connection
+    /// without streams of the address with the most connections, but only if this address keeps at least as many as
+    /// `source` then has. Returns `None` without a place.
     pub(crate) fn enter(self: &Arc<Self>, source: IpAddr) -> Option<Session> {
+        let host = host_key(source);
         let mut members = self.members.lock();
-        let place = self.places.take_place(source)?;
+        let mut place = self.places.take_place(source);
+        if place.is_none() && members.displace(host) {
+            place = self.places.take_place(source);
+        }
+        let place = place?;
         members.last += 1;
         let id = members.last;
         let state = Arc::new(State {
             uploads: self.uploads.part(usize::MAX),
             streams: AtomicUsize::new(0),
+            displaced: CancellationToken::new(),
             exceeded: CancellationToken::new(),
         });
         let member = Member {
+            host,
             place: Some(place),
             session: state.clone(),
         };
@@ -104,6 +117,37 @@ impl Sessions {
 }
 
 impl Members {
+    /// Takes the place of a connection for a new connection of `host`. Returns false if no connection may be displaced, or
+    /// if a free place would not suffice.
+    fn displace(&mut self, host: u64) -> bool {
+        let mut counts = HashMap::<u64, u64>::new();
+        let placed = self.by_id.values().filter(|member| member.place.is_some());
+        for member in placed {
+            *counts.entry(member.host).or_default() += 1;
+        }
+        // Connections without a place keep their memory until they have ended.
+        let placed: u64 = counts.values().sum();
+        if self.by_id.len() as u64 - placed > placed / 8 {
+            return false;
+        }
+        let own = counts.get(&host).copied().unwrap_or_default();
+        let crowd = counts.into_iter().max_by_key(|(_, count)| *count);
+        let Some((crowd, _)) = crowd.filter(|(_, count)| *count > own + 1 && own < SESSION_FACTOR)
+        else {
+            return false;
+        };
+        let is_idle = |member: &&mut Member| {
+            let is_open = member.place.is_some() && member.host == crowd;
+            is_open && member.session.streams.load(Ordering::Relaxed) == 0
+        };
+        let Some(oldest) = self.by_id.values_mut().find(is_idle) else {
+            return false;
+        };
+        oldest.place = None;
+        oldest.session.displaced.cancel();
+        true
+    }
+
     /// Ends the connections with the largest uploads until the uploads of the others fit the allowance.
     fn end_largest(&mut self, uploads: &Allowance) {
         let held = |member: &&Member| member.session.uploads.held();
@@ -135,6 +179,11 @@ impl Session {
     /// Returns the allowance for the unread uploads of the connection.
     pub(crate) fn uploads(&self) -> Arc<Allowance> {
         self.0.state.uploads.clone()
+    }
+
+    /// Resolves once the place of the connection is taken.
+    pub(crate) async fn displaced(&self) {
+        self.0.state.displaced.cancelled().await;
     }
 
     /// Resolves once the connection has to end because of its unread uploads.
@@ -173,7 +222,7 @@ impl Drop for Entry {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
+    #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
     use futures_util::FutureExt as _;
 
@@ -181,6 +230,63 @@ mod tests {
 
     fn sessions(places: u64, uploads: usize) -> Arc<Sessions> {
         Sessions::new(places, Allowance::new(uploads))
+    }
+
+    fn is_displaced(session: &Session) -> bool {
+        session.displaced().now_or_never().is_some()
+    }
+
+    /// Opens connections from `source` until one is refused.
+    fn fill(sessions: &Arc<Sessions>, source: &str) -> Vec<Session> {
+        let source = source.parse().unwrap();
+        std::iter::from_fn(|| sessions.enter(source)).collect()
+    }
+
+    #[test]
+    fn new_client_gets_the_place_of_the_oldest_idle_connection_of_the_largest_address() {
+        let sessions = sessions(90, 0);
+        let crowd = fill(&sessions, "192.0.2.1");
+        let others = fill(&sessions, "192.0.2.2");
+        let last = fill(&sessions, "192.0.2.3");
+        // The third address has displaced connections until it had as many as one free place permits.
+        assert_eq!((crowd.len(), others.len(), last.len()), (80, 9, 8));
+        assert!(crowd.iter().take(7).all(is_displaced));
+        assert!(!crowd.iter().skip(7).chain(&others).any(is_displaced));
+        let stream = crowd[7].stream();
+        let newest = sessions.enter("192.0.2.4".parse().unwrap());
+        assert!(newest.is_some() && !is_displaced(&crowd[7]) && is_displaced(&crowd[8]));
+        drop(stream);
+        assert!(sessions.enter("192.0.2.5".parse().unwrap()).is_some());
+        assert!(is_displaced(&crowd[7]));
+    }
+
+    #[test]
+    fn displaced_connections_that_have_not_ended_are_few() {
+        let sessions = sessions(90, 0);
+        let mut crowd = fill(&sessions, "192.0.2.1");
+        let others: Vec<_> = (2..100)
+            .map_while(|last| sessions.enter([192, 0, 2, last].into()))
+            .collect();
+        let displaced = crowd.iter().filter(|session| is_displaced(session));
+        assert_eq!((displaced.count(), others.len()), (12, 22));
+        crowd.retain(|session| !is_displaced(session));
+        assert!(sessions.enter([192, 0, 2, 100].into()).is_some());
+    }
+
+    #[test]
+    fn connections_with_streams_and_lone_connections_keep_their_places() {
+        let sessions = sessions(3, 0);
+        let enter = |source: &str| sessions.enter(source.parse().unwrap());
+        let pair = ["192.0.2.1"; 2].map(|source| enter(source).unwrap());
+        let lone = enter("192.0.2.2").unwrap();
+        let streams: Vec<_> = pair.iter().map(Session::stream).collect();
+        assert!(enter("192.0.2.3").is_none());
+        drop(streams);
+        let third = enter("192.0.2.3").unwrap();
+        assert!(is_displaced(&pair[0]) && !is_displaced(&pair[1]));
+        // Each address has one connection.
+        assert!(enter("192.0.2.4").is_none());
+        assert!(![&pair[1], &lone, &third].into_iter().any(is_displaced));
     }
 
     #[tokio::test(start_paused = true)]
