@@ -4,8 +4,10 @@
 //! the ports: after a change of the Services with ports on the load balancer, and after a change of the load
 //! balancer's own Service. On each trigger the leader ([`election`](culvert_kube::election)) reads the Service
 //! and, if the ports differ, replaces exactly the version just read. Without an election,
-//! every replica leads. The module does not affect connections.
+//! every replica leads. A replica whose watch of the Services fails does neither: its Services may be
+//! outdated. The module does not affect connections.
 
+use std::future::pending;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -50,12 +52,15 @@ type WithPorts = Option<Vec<Service>>;
 pub(crate) struct Reporter {
     config: BalancerConfig,
     services: watch::Sender<WithPorts>,
+    up: watch::Sender<bool>,
 }
 
 /// The port updater of one replica: takes part in the election, and writes while this replica leads.
 pub(crate) struct Balancer {
     leading: Leading,
     writer: Writer,
+    /// False while the reported Services may be outdated.
+    up: watch::Receiver<bool>,
 }
 
 /// The reason for which a replica leads.
@@ -96,6 +101,13 @@ impl Reporter {
             }
             changed
         });
+    }
+
+    /// Reports whether the watch of the Services works. While it fails, the replica neither writes nor takes part in the
+    /// election.
+    pub(crate) fn set_up(&self, up: bool) {
+        self.up
+            .send_if_modified(|known| std::mem::replace(known, up) != up);
     }
 
     /// Reports any change of one Service. A change of the load balancer's own Service triggers a new read.
@@ -148,26 +160,53 @@ impl Balancer {
             metrics,
             failure_log: FailureLog::default(),
         };
+        let (up, is_up) = watch::channel(false);
         let reporter = Reporter {
             config: config.clone(),
             services: sender,
+            up,
         };
-        (Self { leading, writer }, reporter)
+        let balancer = Self {
+            leading,
+            writer,
+            up: is_up,
+        };
+        (balancer, reporter)
+    }
+
+    /// Updates the ports while this replica leads and its Services are current, until `stop`.
+    pub(crate) async fn run(mut self, stop: CancellationToken) {
+        let (mut services, mut up) = (self.writer.services.clone(), self.up.clone());
+        loop {
+            // A replica that does not know the current Services must not keep others from leading.
+            let current = async {
+                services.wait_for(Option::is_some).await?;
+                up.wait_for(|up| *up).await.map(drop)
+            };
+            if !matches!(stop.run_until_cancelled(current).await, Some(Ok(()))) {
+                return;
+            }
+            let until = stop.child_token();
+            let outdated = async {
+                // Fails only at the end of the process.
+                let _ = up.wait_for(|up| !*up).await;
+                until.cancel();
+                pending::<()>().await;
+            };
+            tokio::select! {
+                () = self.lead(&until) => {}
+                () = outdated => {}
+            }
+        }
     }
 
     /// Updates the ports while this replica leads, until `stop`. Then releases the lease, if there is one, so that
     /// another replica can lead at once.
-    pub(crate) async fn run(mut self, stop: CancellationToken) {
-        // A replica that does not know the Services must not keep others from leading.
-        let mut services = self.writer.services.clone();
-        let known = services.wait_for(Option::is_some);
-        if !matches!(stop.run_until_cancelled(known).await, Some(Ok(_))) {
-            return;
-        }
+    async fn lead(&mut self, stop: &CancellationToken) {
         let writing = stop.run_until_cancelled(self.writer.run());
         match &mut self.leading {
             Leading::Elected(candidate) => {
-                tokio::join!(candidate.campaign(&stop), writing);
+                tokio::join!(candidate.campaign(stop), writing);
                 candidate.release().await;
             }
             Leading::Always(_leads) => {

@@ -138,6 +138,7 @@ impl Discovery {
             if changed && synced {
                 due.get_or_insert_with(|| next_computation(Instant::now(), last));
             }
+            self.report_watch(due.is_none());
         }
     }
 
@@ -169,6 +170,14 @@ impl Discovery {
         ) = (&self.reporter, event)
         {
             reporter.touched(service);
+        }
+    }
+
+    /// Reports to the balancer whether its Services are current. `is_applied` is false while changes are not reported yet.
+    fn report_watch(&self, is_applied: bool) {
+        let is_up = self.services.is_up();
+        if let Some(reporter) = self.reporter.as_ref().filter(|_| !is_up || is_applied) {
+            reporter.set_up(is_up);
         }
     }
 

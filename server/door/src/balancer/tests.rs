@@ -42,6 +42,7 @@ impl Replica {
         let stop = CancellationToken::new();
         tokio::spawn(balancer.run(stop.clone()));
         reporter.services(std::iter::empty());
+        reporter.set_up(true);
         Self {
             service,
             metrics,
@@ -131,4 +132,21 @@ async fn service_with_malformed_ports_is_counted_until_they_are_a_list() {
     *replica.service.lock() = Some(balancer(&json!([])));
     sleep(ALERT).await;
     assert_eq!(replica.updates(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn replica_whose_watch_fails_neither_reads_nor_writes() {
+    let replica = Replica::start(Some(balancer(&json!([]))));
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(replica.updates(), 1);
+    replica.reporter.set_up(false);
+    assert_eq!(replica.value("culvert_nodeport_proxy_leader"), 1);
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(replica.value("culvert_nodeport_proxy_leader"), 0);
+    replica.put(balancer(&json!([])));
+    sleep(ALERT).await;
+    assert_eq!(replica.updates(), 1);
+    replica.reporter.set_up(true);
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(replica.updates(), 2);
 }
