@@ -360,3 +360,14 @@ async fn drain_serves_flows_until_they_are_silent() {
     let status = door.program.wait_exit(LIMIT).await;
     assert!(status.success(), "{status}");
 }
+
+#[tokio::test]
+async fn flow_ends_once_the_service_no_longer_allows_its_client() {
+    let one = QuicEndpoint::start(NAME);
+    let allowed = |networks| [one.upstream("ns/one", NAME).allowed(networks)];
+    let door = door(&allowed("127.0.0.0/8"), &[]).await;
+    let _connection = one.answers(door.sni, NAME).await;
+    has_flows(&door, 1.0).await;
+    door.route(&allowed("192.0.2.0/24")).await;
+    has_flows(&door, 0.0).await;
+}

@@ -133,6 +133,13 @@ impl Table {
         permitted.or(found.first()).cloned()
     }
 
+    /// Returns true if the routes contain the UDP address of an endpoint.
+    pub(crate) fn has_quic_endpoint(&self, address: SocketAddr) -> bool {
+        let current = self.current.read();
+        let found = current.tags.get(&Tag::of(address));
+        found.is_some_and(|found| found.iter().any(|(_, endpoint)| *endpoint == address))
+    }
+
     /// Returns the wanted node ports.
     pub(crate) fn node_ports(&self) -> Vec<u16> {
         let current = self.current.read();

@@ -69,6 +69,8 @@ pub(super) struct Flow {
     created: Instant,
     /// Time of the last datagram in either direction, in milliseconds after `created`.
     last: AtomicU64,
+    /// Time of the endpoint's last datagram, in milliseconds after `created`.
+    answered: AtomicU64,
     /// Set once the endpoint's host has refused a datagram.
     is_refused: AtomicBool,
 }
@@ -233,6 +235,7 @@ impl Flow {
             received: AtomicU64::new(0),
             created: Instant::now(),
             last: AtomicU64::new(0),
+            answered: AtomicU64::new(0),
             is_refused: AtomicBool::new(false),
         })
     }
@@ -279,8 +282,17 @@ impl Flow {
 
     /// Returns the time since the last datagram in either direction.
     pub(super) fn idle(&self, now: Instant) -> Duration {
-        let last = Duration::from_millis(self.last.load(Ordering::Relaxed));
-        now.duration_since(self.created).saturating_sub(last)
+        self.since(&self.last, now)
+    }
+
+    /// Returns the time since the endpoint's last datagram, or since the flow was opened.
+    pub(super) fn unanswered(&self, now: Instant) -> Duration {
+        self.since(&self.answered, now)
+    }
+
+    fn since(&self, time: &AtomicU64, now: Instant) -> Duration {
+        let time = Duration::from_millis(time.load(Ordering::Relaxed));
+        now.duration_since(self.created).saturating_sub(time)
     }
 
     /// Sends datagrams of the client to the endpoint; drops them if the socket is not writable.
@@ -352,6 +364,8 @@ impl Flow {
     /// Counts bytes of the endpoint, and remembers its connection id.
     fn note(&self, bytes: &[u8]) {
         self.count(&self.received, &self.upstream.stats.received, bytes.len());
+        self.answered
+            .store(self.last.load(Ordering::Relaxed), Ordering::Relaxed);
         if let Some(Header::Long { source, .. }) = Header::parse(bytes) {
             self.ids.lock().endpoint = source.to_vec();
         }

@@ -149,9 +149,7 @@ impl Flows {
     ) -> Result<Key, Refused> {
         let (client, front) = (path.client, &self.front);
         let key = (client, endpoint);
-        // A load balancer that hides the addresses of clients cannot send them with UDP.
-        let is_hidden = upstream.is_restricted() && front.proxies.contains(client.ip());
-        if !upstream.permits(client.ip()) || is_hidden {
+        if !permits(front, &upstream, client) {
             let why = format!("the Service {} does not allow the address", upstream.key);
             return Err(Refused::new(Refusal::Address, why));
         }
@@ -193,7 +191,7 @@ impl Flows {
             _open: front.metrics.open(Entrance::Quic),
         };
         if let Some(refused) = self.flows.insert(key, entry) {
-            self.count_end(&refused, CloseReason::EndpointLost);
+            self.count_end(refused.place.is_some(), CloseReason::EndpointLost);
         }
         Ok(key)
     }
@@ -227,17 +225,32 @@ impl Flows {
         }
     }
 
-    /// Ends flows that are idle, or whose endpoint is gone.
+    /// Ends flows that are idle, whose endpoint is gone, or whose client has lost its permission.
     pub(super) fn sweep(&mut self, now: Instant) {
-        let ended = self.flows.extract_if(.., |_, entry| {
-            entry.flow.is_refused() || entry.flow.idle(now) >= IDLE
+        let front = self.front.clone();
+        let end_of = |(client, endpoint): &Key, flow: &Flow| {
+            let is_silent = flow.unanswered(now) >= IDLE;
+            if flow.is_refused() {
+                Some(CloseReason::EndpointLost)
+            } else if flow.idle(now) >= IDLE {
+                Some(CloseReason::IdleTimeout)
+            } else if !permits(&front, &flow.upstream, *client) {
+                front.metrics.refused(Entrance::Quic, Refusal::Address);
+                Some(CloseReason::Shutdown)
+            } else if is_silent && !front.table.has_quic_endpoint(*endpoint) {
+                Some(CloseReason::EndpointLost)
+            } else {
+                None
+            }
+        };
+        let mut ends = Vec::new();
+        self.flows.retain(|key, entry| {
+            let end = end_of(key, &entry.flow);
+            ends.extend(end.map(|reason| (entry.place.is_some(), reason)));
+            end.is_none()
         });
-        for (_, entry) in ended.collect::<Vec<_>>() {
-            let reason = match entry.flow.is_refused() {
-                true => CloseReason::EndpointLost,
-                false => CloseReason::IdleTimeout,
-            };
-            self.count_end(&entry, reason);
+        for (is_proven, reason) in ends {
+            self.count_end(is_proven, reason);
         }
         let flows = &self.flows;
         self.unproven.retain(|queued| is_unproven(flows, queued));
@@ -274,9 +287,9 @@ impl Flows {
     }
 
     /// Counts the end of a flow. Of unproven flows, only refusals by endpoints count.
-    fn count_end(&self, entry: &Entry, reason: CloseReason) {
+    fn count_end(&self, is_proven: bool, reason: CloseReason) {
         let metrics = &self.front.metrics;
-        if entry.place.is_some() {
+        if is_proven {
             metrics.count_connection().end(reason);
         } else if reason == CloseReason::EndpointLost {
             metrics.refused(Entrance::Quic, Refusal::Upstream);
@@ -292,9 +305,16 @@ impl Flows {
 impl Drop for Flows {
     fn drop(&mut self) {
         for entry in self.flows.values() {
-            self.count_end(entry, CloseReason::Shutdown);
+            self.count_end(entry.place.is_some(), CloseReason::Shutdown);
         }
     }
+}
+
+/// Returns true if the upstream allows the client.
+fn permits(front: &Front, upstream: &Upstream, client: SocketAddr) -> bool {
+    // A load balancer that hides the addresses of clients cannot send them with UDP.
+    let is_hidden = upstream.is_restricted() && front.proxies.contains(client.ip());
+    upstream.permits(client.ip()) && !is_hidden
 }
 
 fn is_unproven(flows: &BTreeMap<Key, Entry>, queued: &Unproven) -> bool {
