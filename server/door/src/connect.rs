@@ -148,6 +148,11 @@ impl ConnectListener {
             let front = &self.front;
             return front.refuse_header(Entrance::Tunneling, peer, UNEXPECTED_HEADER);
         }
+        if is_tls && self.tls.is_none() {
+            let why =
+                "TLS, but the port has no certificate; set --tunneling-cert and --tunneling-key";
+            return self.refuse(Refusal::Tls, peer, why);
+        }
         // Streams of this connection may need the address, and have no socket.
         let peer = peer.with_local(&stream);
         // A preface that arrives in pieces only needs more read calls.
