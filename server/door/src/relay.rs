@@ -19,7 +19,7 @@ use culvert_host::net::long_path::is_long;
 use culvert_host::net::silence::is_over;
 use culvert_host::net::socket::{ResetOnDrop, read_once};
 use culvert_stream::pump::idle;
-use culvert_stream::{CLOSE_STALL, CloseReason, HALF_OPEN_IDLE};
+use culvert_stream::{CLOSE_STALL, CloseReason};
 use futures_util::FutureExt as _;
 use rustix::net::{RecvFlags, recv};
 use socket2::SockRef;
@@ -44,6 +44,9 @@ const TURN_BYTES: usize = 1024 * 1024;
 /// Bytes after which a hand-over to another thread pays off. A hand-over costs two wake-ups and four
 /// registrations.
 const BULK_BYTES: u64 = 1024 * 1024;
+
+/// Pause between two checks of a half-open connection for a reset.
+const RESET_LOOK: Duration = Duration::from_secs(10);
 
 /// Time limit for discarding unread input at the end of a connection, see [`Relay::settle`].
 const SETTLE: Duration = Duration::from_secs(2);
@@ -237,10 +240,7 @@ impl Direction<'_> {
         let _ = SockRef::from(self.to).shutdown(Shutdown::Write);
         // This wait has no limit of its own: `watch` enforces the operator's idle limit. No task reads `from`
         // any longer, so only a check of the socket state finds a reset.
-        while timeout(HALF_OPEN_IDLE, other.done.notified())
-            .await
-            .is_err()
-        {
+        while timeout(RESET_LOOK, other.done.notified()).await.is_err() {
             if is_over(self.from) {
                 return Err(from_lost);
             }
