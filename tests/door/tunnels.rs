@@ -365,3 +365,16 @@ async fn a_client_with_small_windows_is_served() {
     let mut tunnel = client.open(RAW, b"download 200000\n").await.unwrap();
     assert_eq!(tunnel.hear(300_000).await.len(), 200_000);
 }
+
+#[tokio::test]
+async fn tls_without_a_certificate_is_refused_and_clients_that_leave_early_are_counted() {
+    let (door, _services) = start(&[]).await;
+    // The first bytes of a ClientHello.
+    let answer = converse(door.tunneling, &[22, 3, 1, 2, 0, 1]).await;
+    assert_eq!(answer, b"");
+    door.has_refused("tunneling", "tls", 1.0).await;
+    let mut client = TcpStream::connect(door.tunneling).await.unwrap();
+    client.write_all(b"CONNECT raw.demo").await.unwrap();
+    drop(client);
+    door.has_refused("tunneling", "garbage", 1.0).await;
+}

@@ -280,7 +280,13 @@ impl ConnectListener {
         admit(candidate);
         let target = match head {
             Ok(target) => target,
-            Err(RequestError::Io(_)) => return,
+            Err(RequestError::Io(_)) => {
+                return self.refuse(
+                    Refusal::Garbage,
+                    peer,
+                    "left before its request was complete",
+                );
+            }
             Err(RequestError::Bad(error)) => {
                 metrics.http_requests.increment(1);
                 self.refuse(Refusal::Garbage, peer, &error.to_string());

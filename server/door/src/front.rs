@@ -98,7 +98,10 @@ impl Front {
             };
             on_shard(&self.shards, shard, &self.tasks, accepted, serve);
         };
-        listener.serve(until, handle).await;
+        let refused = || {
+            self.metrics.refused(entrance, Refusal::TooManyConnections);
+        };
+        listener.serve_counting(until, handle, refused).await;
     }
 
     /// Serves a connection once its client's address is known and has a share left.

@@ -176,8 +176,30 @@ impl Listener {
     /// Passes every accepted connection to `handle` until `shutdown` is cancelled. An accept error is logged
     /// and followed by a pause, because running out of file descriptors must not end the program. While seven
     /// eighths of the descriptors are in use, new connections are closed at once.
-    pub async fn serve(self, shutdown: CancellationToken, mut handle: impl FnMut(Accepted)) {
+    pub async fn serve(self, shutdown: CancellationToken, handle: impl FnMut(Accepted)) {
         let limit = usable_descriptors();
+        self.serve_within(limit, shutdown, handle, || ()).await;
+    }
+
+    /// Serves like [`serve`](Self::serve), and calls `refused` for every connection that is closed at once.
+    pub async fn serve_counting(
+        self,
+        shutdown: CancellationToken,
+        handle: impl FnMut(Accepted),
+        refused: impl FnMut(),
+    ) {
+        let limit = usable_descriptors();
+        self.serve_within(limit, shutdown, handle, refused).await;
+    }
+
+    /// Serves connections whose descriptors are below `limit`.
+    async fn serve_within(
+        self,
+        limit: u64,
+        shutdown: CancellationToken,
+        mut handle: impl FnMut(Accepted),
+        mut refused: impl FnMut(),
+    ) {
         loop {
             let accepted = tokio::select! {
                 biased;
@@ -190,6 +212,7 @@ impl Listener {
                         listener = self.address(),
                         limit, "connection refused: {TOO_MANY_FILES}"
                     );
+                    refused();
                 }
                 Ok(accepted) => handle(accepted),
                 Err(error) => {
@@ -402,6 +425,22 @@ mod tests {
         shutdown.cancel();
         let ended = tokio::time::timeout(ACCEPT_PAUSE / 4, serve);
         ended.await.unwrap().unwrap();
+    }
+
+    #[tokio::test]
+    async fn connection_beyond_the_descriptors_is_closed_and_reported() {
+        let tcp = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = tcp.local_addr().unwrap();
+        let listener = Listener::tcp(tcp, &Keepalive::default());
+        let (shutdown, closed) = (CancellationToken::new(), CancellationToken::new());
+        let report = closed.clone();
+        let refused = move || report.cancel();
+        let serve = listener.serve_within(0, shutdown.clone(), |_| panic!("accepted"), refused);
+        let serve = tokio::spawn(serve);
+        let _client = TcpStream::connect(address).await.unwrap();
+        closed.cancelled().await;
+        shutdown.cancel();
+        serve.await.unwrap();
     }
 
     #[tokio::test]
