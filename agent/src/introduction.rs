@@ -1,8 +1,10 @@
 //! The introduction of an agent to a server, as metadata; both dialects and both links have the same.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use culvert_konnectivity::message::HALF_CLOSE_HEADER;
+use tokio::sync::Semaphore;
+use tokio::task::spawn_blocking;
 use tokio::time::{Instant, timeout_at};
 use tonic::metadata::{Ascii, MetadataMap, MetadataValue};
 
@@ -40,7 +42,7 @@ pub(crate) async fn metadata(
 
 async fn bearer(path: &Path, deadline: Instant) -> Result<MetadataValue<Ascii>, IntroductionError> {
     let unusable = |why: String| IntroductionError::Token(path.display().to_string(), why);
-    let token = timeout_at(deadline, tokio::fs::read_to_string(path))
+    let token = timeout_at(deadline, read(path.to_owned()))
         .await
         .map_err(|_| unusable("the file could not be read in time; check its volume".into()))?
         .map_err(|error| unusable(error.to_string()))?;
@@ -52,6 +54,18 @@ async fn bearer(path: &Path, deadline: Instant) -> Result<MetadataValue<Ascii>, 
     }
     MetadataValue::try_from(format!("Bearer {token}"))
         .map_err(|_| unusable("the token has invalid characters".into()))
+}
+
+/// Reads the token file. A read of a hanging volume keeps its thread after the caller has given up, so further calls wait
+/// for their turn.
+async fn read(path: PathBuf) -> std::io::Result<String> {
+    static TURN: Semaphore = Semaphore::const_new(1);
+    let turn = TURN.acquire().await.map_err(std::io::Error::other)?;
+    let read = move || {
+        let _turn = turn;
+        std::fs::read_to_string(path)
+    };
+    spawn_blocking(read).await?
 }
 
 /// Reads the server's id and server count from its metadata. The error texts for missing or repeated values
@@ -84,20 +98,38 @@ mod tests {
 
     use std::time::Duration;
 
+    use tokio::time::timeout;
+
     use super::*;
 
-    #[tokio::test]
-    async fn token_that_cannot_be_read_in_time_is_unusable() {
+    #[test]
+    fn token_that_cannot_be_read_in_time_is_unusable_and_keeps_one_thread() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("token");
         // An open of a pipe waits for the other end.
         let made = std::process::Command::new("mkfifo").arg(&path).status();
         assert!(made.unwrap().success());
-        let deadline = Instant::now() + Duration::from_millis(10);
-        let error = bearer(&path, deadline).await.unwrap_err().to_string();
-        assert!(error.contains("could not be read in time"), "{error}");
-        // Ends the read, which the runtime waits for.
-        std::fs::write(&path, "token").unwrap();
+        let mut runtime = tokio::runtime::Builder::new_current_thread();
+        let runtime = runtime.enable_all().max_blocking_threads(2).build();
+        let runtime = runtime.unwrap();
+        let is_free = runtime.block_on(async {
+            for _ in 0..3 {
+                let deadline = Instant::now() + Duration::from_millis(10);
+                let error = bearer(&path, deadline).await.unwrap_err().to_string();
+                assert!(error.contains("could not be read in time"), "{error}");
+            }
+            let other = spawn_blocking(|| ());
+            timeout(Duration::from_secs(10), other).await.is_ok()
+        });
+        // Ends the read. A pipe that is opened for both needs no other end.
+        let mut pipe = std::fs::OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open(&path);
+        std::io::Write::write_all(pipe.as_mut().unwrap(), b"token").unwrap();
+        drop(pipe);
+        runtime.shutdown_background();
+        assert!(is_free, "the reads keep all threads");
     }
 
     #[tokio::test]
