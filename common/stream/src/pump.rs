@@ -1,5 +1,6 @@
 //! The pump: one task that moves bytes between the two sides of one connection.
 
+use std::future::pending;
 use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -101,6 +102,8 @@ async fn one_way(
                     tokio::select! {
                         () = other.done.notified() => {}
                         () = idle(&other.accepted, CLOSE_STALL) => {}
+                        // Bytes that nobody takes from the source would count for no limit.
+                        () = async { source.fill().await; pending::<()>().await } => {}
                     }
                 })
                 .await;
