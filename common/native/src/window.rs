@@ -500,18 +500,17 @@ impl Tuner {
         }
     }
 
-    /// Returns the unread bytes. While the allowance of all connections is limited, a connection has only a sixteenth of its
-    /// budget, so that streams with unread bytes get small windows, and streams whose bytes are read get nearly as large
-    /// windows as otherwise.
+    /// Returns the unread bytes. While the allowance of all connections is limited, a connection with many unread bytes has
+    /// only a sixteenth of its budget, so that its streams get small windows.
     fn held(&self) -> usize {
+        let held = self.inbound.held.load(Ordering::Relaxed);
+        let budget = self.estimate.budget;
         let unread = self.inbound.unread.as_ref();
         let is_limited = unread.is_some_and(|unread| unread.limit().is_some());
-        let other = if is_limited {
-            self.estimate.budget / 16 * 15
-        } else {
-            0
-        };
-        self.inbound.held.load(Ordering::Relaxed) + other
+        match is_limited && held >= budget / 32 {
+            true => held + budget / 16 * 15,
+            false => held,
+        }
     }
 
     fn look(&mut self, cx: &mut Context<'_>) -> Result<(), Unfit> {

@@ -128,6 +128,10 @@ async fn peer_that_does_not_confirm_a_smaller_window_in_time_loses_its_connectio
     far.write_all(PREFACE).await.unwrap();
     far.write_all(&SETTINGS).await.unwrap();
     let inbound = Inbound::new(WindowProfile::Fixed(1 << 20)).within(allowance.part(usize::MAX));
+    let many = TAKER_HELD_BYTES / 32;
+    inbound
+        .held
+        .store(many, std::sync::atomic::Ordering::Relaxed);
     let limits = TakerLimits {
         confirm_time: Some(LIMIT),
         ..TakerLimits::trusting()

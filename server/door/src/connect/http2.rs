@@ -171,7 +171,7 @@ impl ConnectListener {
             let next = tokio::select! {
                 next = taker.next() => next,
                 () = session.exceeded() => {
-                    warn!(%peer, "HTTP/2 connection ended: endpoints do not read the uploads of all clients, and this client has the largest; they may occupy a quarter of the memory limit");
+                    warn!(%peer, "HTTP/2 connection ended: unread uploads of all clients exceed a quarter of the memory limit, and this connection is the largest of the address with the most; check the endpoints that do not read, or raise the memory limit");
                     self.front.metrics.refused(Entrance::Tunneling, Refusal::BufferExceeded);
                     return end_refused(taker).await;
                 }
@@ -184,8 +184,14 @@ impl ConnectListener {
                     taker.drain();
                     continue;
                 }
-                // The client does not answer the GOAWAY, or has opened streams just before.
-                () = sleep_until(end.unwrap_or_else(Instant::now)), if end.is_some() => return,
+                // The client does not answer the GOAWAY. Streams that it has opened just before it may finish.
+                () = sleep_until(end.unwrap_or_else(Instant::now)), if end.is_some() => {
+                    if session.is_idle() {
+                        return;
+                    }
+                    end = Some(Instant::now() + LINGER);
+                    continue;
+                }
                 () = closing.cancelled(), if !is_draining => {
                     is_draining = true;
                     shared.inbound.lift_undecided();
@@ -218,7 +224,7 @@ impl ConnectListener {
                     let (listener, shared) = (self.clone(), shared.clone());
                     self.front.tasks.spawn(async move {
                         tokio::select! {
-                            () = listener.stream(incoming, undecided, &shared, &stream) => {}
+                            () = listener.stream(incoming, undecided, &shared, stream) => {}
                             () = listener.front.cut.cancelled() => {}
                         }
                     });
@@ -261,7 +267,7 @@ impl ConnectListener {
         (request, mut respond): Incoming,
         undecided: UndecidedRequest,
         shared: &Shared,
-        session: &SessionStream,
+        session: SessionStream,
     ) {
         let metrics = &self.front.metrics;
         let peer = shared.peer;
@@ -343,7 +349,7 @@ impl ConnectListener {
             () = session.exceeded() => CloseReason::BufferExceeded,
         };
         counted.end(reason);
-        sink.end_holding(share, reason, &self.front.tasks);
+        sink.end_holding((share, session), reason, &self.front.tasks);
     }
 }
 

@@ -148,17 +148,31 @@ impl Members {
         true
     }
 
-    /// Ends the connections with the largest uploads until the uploads of the others fit the allowance.
+    /// Ends connections until the uploads of the others fit the allowance: of the address with the largest uploads, the
+    /// connections with the largest.
     fn end_largest(&mut self, uploads: &Allowance) {
-        let held = |member: &&Member| member.session.uploads.held();
-        let (ended, mut others): (Vec<_>, Vec<_>) =
-            (self.by_id.values()).partition(|member| member.session.exceeded.is_cancelled());
-        let mut ended: usize = ended.iter().map(held).sum();
-        others.sort_unstable_by_key(held);
-        while uploads.is_exceeded_without(ended)
-            && let Some(largest) = others.pop()
-        {
-            ended += held(&largest);
+        // Other threads change the uploads meanwhile.
+        let (mut ended, mut others, mut hosts) = (0, Vec::new(), HashMap::<u64, usize>::new());
+        for member in self.by_id.values() {
+            let held = member.session.uploads.held();
+            if member.session.exceeded.is_cancelled() {
+                ended += held;
+            } else {
+                *hosts.entry(member.host).or_default() += held;
+                others.push((held, member));
+            }
+        }
+        while uploads.is_exceeded_without(ended) {
+            let rank =
+                |(held, member): &&(usize, &Member)| (hosts.get(&member.host).copied(), *held);
+            let Some((held, largest)) = others.iter().max_by_key(rank).copied() else {
+                return;
+            };
+            ended += held;
+            if let Some(of_host) = hosts.get_mut(&largest.host) {
+                *of_host -= held;
+            }
+            others.retain(|(_, member)| !Arc::ptr_eq(&member.session, &largest.session));
             largest.session.exceeded.cancel();
         }
     }
@@ -314,5 +328,23 @@ mod tests {
         drop(small);
         of_small.grow(1);
         stream.exceeded().await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn small_uploads_of_one_address_do_not_end_the_connection_of_another() {
+        let sessions = sessions(u64::MAX, 100);
+        let stop = CancellationToken::new();
+        tokio::spawn(sessions.clone().bound_uploads(stop.clone()));
+        let _stop = stop.drop_guard();
+        let enter = |source: &str| sessions.enter(source.parse().unwrap()).unwrap();
+        let crowd = ["192.0.2.1"; 3].map(enter);
+        let other = enter("192.0.2.2");
+        let _unread = [(&crowd[0], 20), (&crowd[1], 21), (&crowd[2], 20)]
+            .map(|(session, bytes)| session.uploads().hold(bytes));
+        let mut of_other = other.uploads().hold(0);
+        of_other.grow(40);
+        crowd[1].exceeded().await;
+        assert!(crowd[0].exceeded().now_or_never().is_none());
+        assert!(other.exceeded().now_or_never().is_none());
     }
 }
