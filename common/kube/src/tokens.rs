@@ -277,7 +277,7 @@ impl Tokens {
             let asked = self.reviews.create(&params, &review);
             let answer = timeout_at(end, asked).await.map_err(|_| {
                 failed(format!(
-                    "no answer to the TokenReview within {REVIEW_TIMEOUT:?}"
+                    "no answer to the TokenReview within {REVIEW_TIMEOUT:?}{ADVICE}"
                 ))
             })?;
             let error = match answer {
