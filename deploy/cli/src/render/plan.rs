@@ -34,8 +34,8 @@ const KKP_ONLY: &str = "  # KKP only";
 /// A step of a plan.
 struct Step {
     title: String,
-    /// Commands, and comments about work by hand. Commands without a comment between them are joined, so that none runs
-    /// after a failed one. A command with [`KKP_ONLY`] is not joined, because ` &&` would belong to the comment.
+    /// Commands, and comments about work by hand. Commands without a line of work by hand between them are joined, so that
+    /// none runs after a failed one.
     commands: Vec<String>,
     /// Programs that restart; empty if nothing restarts.
     restarts: &'static str,
@@ -141,9 +141,14 @@ impl fmt::Display for Plan {
             writeln!(f, "\n{}. {}", at + 1, step.title)?;
             for (at, command) in step.commands.iter().enumerate() {
                 let next = step.commands.get(at + 1);
-                let ends_in_comment = command.starts_with('#') || command.ends_with(KKP_ONLY);
-                let is_joined = !ends_in_comment && next.is_some_and(|it| !it.starts_with('#'));
-                writeln!(f, "     {command}{}", if is_joined { " &&" } else { "" })?;
+                let (command, note) = match command.strip_suffix(KKP_ONLY) {
+                    Some(command) => (command, KKP_ONLY),
+                    None => (command.as_str(), ""),
+                };
+                let is_joined =
+                    !command.starts_with('#') && next.is_some_and(|it| !it.starts_with('#'));
+                let join = if is_joined { " &&" } else { "" };
+                writeln!(f, "     {command}{join}{note}")?;
             }
             let restarts = if step.restarts.is_empty() {
                 "nothing"

@@ -267,7 +267,7 @@ fn check_images(facts: &Facts, findings: &mut Findings) {
         ("images.door", images.door.as_ref()),
         ("images.nodeTunnel", images.node_tunnel.as_ref()),
     ] {
-        let is_permitted = |c: char| c.is_ascii_alphanumeric() || "._-/:@".contains(c);
+        let is_permitted = |c: char| c.is_ascii_alphanumeric() || "._-/:@[]".contains(c);
         let is_good = |it: &String| {
             !it.is_empty()
                 && !it.starts_with('/')

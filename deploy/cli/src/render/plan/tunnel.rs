@@ -114,7 +114,7 @@ pub(super) fn save_secrets(namespace: &str, when: &str) -> String {
 fn write_once(file: &str, get: &str, indent: &str) -> String {
     // The API server refuses an old version of an object, and the id of a deleted one. A pipe would hide a failed `get`.
     format!(
-        "{{ [ -s {file} ] || ({get} > {file}.all && grep -Ev '^{indent}(resourceVersion|uid):' {file}.all > {file}.tmp && rm {file}.all && mv {file}.tmp {file}); }}"
+        "{{ [ -s {file} ] || ({get} > {file}.all && grep -Ev '^{indent}(resourceVersion|uid):' {file}.all > {file}.tmp && rm -f {file}.all && mv {file}.tmp {file}); }}"
     )
 }
 

@@ -24,7 +24,7 @@ fn chains(plan: &str) -> Vec<String> {
         if let Some(command) = command.filter(|it| !it.starts_with('#')) {
             chain.push_str(command);
             chain.push('\n');
-            if command.ends_with(" &&") {
+            if command.ends_with(" &&") || command.ends_with(" &&  # KKP only") {
                 continue;
             }
         }
