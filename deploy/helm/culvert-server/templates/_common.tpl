@@ -153,8 +153,8 @@ default /healthz. For a listener on all addresses, the kubelet uses the address 
 {{- define "culvert.commonErrors" -}}
 {{- if not .Values.image.registry }}
 - image.registry is empty: no public registry has Culvert's images; build them with deploy/images/build and push them to a registry of your own
-{{- else if not (regexMatch "^[a-zA-Z0-9.-]+(:[0-9]+)?(/[a-z0-9._-]+)*$" .Values.image.registry) }}
-- image.registry is {{ .Values.image.registry }}, which is not the name of a registry: set it without scheme and final slash, such as registry.example.com/culvert
+{{- else if not (regexMatch "^([a-zA-Z0-9.-]+|\\[[a-fA-F0-9:.]+\\])(:[0-9]+)?(/[a-z0-9._-]+)*$" .Values.image.registry) }}
+- image.registry is {{ .Values.image.registry }}, which is not the name of a registry: set host, port and lower-case folders without scheme and final slash, such as registry.example.com/culvert
 {{- end }}
 {{- end }}
 
