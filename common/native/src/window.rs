@@ -500,8 +500,8 @@ impl Tuner {
         }
     }
 
-    /// Returns the unread bytes. While the allowance of all connections is limited, a connection with many unread bytes has
-    /// only a sixteenth of its budget, so that its streams get small windows.
+    /// Returns the unread bytes that count against the budget. While the allowance of all connections is limited, a
+    /// connection with many unread bytes has only a sixteenth of its budget, so that its streams get small windows.
     fn held(&self) -> usize {
         let held = self.inbound.held.load(Ordering::Relaxed);
         let budget = self.estimate.budget;

@@ -338,6 +338,15 @@ mod tests {
         }
     }
 
+    /// Pumps with counters that nobody reads.
+    async fn between(
+        client: (&mut impl Source, &mut impl Sink),
+        endpoint: (&mut impl Source, &mut impl Sink),
+    ) -> CloseReason {
+        let [mut up, mut down] = [(); 2].map(|()| Meter::new(Counter::noop()));
+        pump(client, endpoint, &mut up, &mut down, HALF_OPEN_IDLE).await
+    }
+
     #[tokio::test(start_paused = true)]
     async fn bytes_before_an_abort_reach_a_slow_endpoint() {
         let (far, mut endpoint) = duplex(64);
@@ -346,16 +355,7 @@ mod tests {
             let mut cs = Aborted(Some(Bytes::from_static(&[7; 1000])));
             let (_client, near) = duplex(64);
             let (_, mut ck) = halves(near, CloseReason::ClientLost);
-            let (mut up, mut down) = (Meter::new(Counter::noop()), Meter::new(Counter::noop()));
-            let (client_side, endpoint_side) = ((&mut cs, &mut ck), (&mut es, &mut ek));
-            pump(
-                client_side,
-                endpoint_side,
-                &mut up,
-                &mut down,
-                HALF_OPEN_IDLE,
-            )
-            .await
+            between((&mut cs, &mut ck), (&mut es, &mut ek)).await
         };
         let (reason, received) = tokio::join!(run, read_slowly(&mut endpoint));
         assert_eq!((reason, received), (CloseReason::ClientClosed, 1000));
@@ -369,21 +369,9 @@ mod tests {
             let (mut cs, mut ck) = halves(near, CloseReason::ClientLost);
             let (gone, _) = duplex(1);
             let (_, mut ek) = halves(gone, CloseReason::EndpointLost);
-            let mut es = ReadSource::new(
-                [7; 1000].as_slice(),
-                Bytes::new(),
-                CloseReason::EndpointLost,
-            );
-            let (mut up, mut down) = (Meter::new(Counter::noop()), Meter::new(Counter::noop()));
-            let (client_side, endpoint_side) = ((&mut cs, &mut ck), (&mut es, &mut ek));
-            pump(
-                client_side,
-                endpoint_side,
-                &mut up,
-                &mut down,
-                HALF_OPEN_IDLE,
-            )
-            .await
+            let answer = [7; 1000];
+            let mut es = ReadSource::new(&answer[..], Bytes::new(), CloseReason::EndpointLost);
+            between((&mut cs, &mut ck), (&mut es, &mut ek)).await
         };
         let (reason, received) = tokio::join!(run, read_slowly(&mut client));
         assert_eq!((reason, received), (CloseReason::EndpointLost, 1000));

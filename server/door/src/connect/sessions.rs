@@ -45,7 +45,7 @@ struct State {
     streams: AtomicUsize,
     /// Fires if a new client gets the place of the connection, which has no streams.
     displaced: CancellationToken,
-    /// Fires if the uploads of all connections are too large, and this connection has the largest.
+    /// Fires if the uploads of all connections are too large, and this connection has to end.
     exceeded: CancellationToken,
 }
 
@@ -103,8 +103,7 @@ impl Sessions {
         })))
     }
 
-    /// Ends the connection with the largest unread uploads whenever the uploads of all connections exceed their
-    /// allowance, until `stop` fires.
+    /// Ends connections whenever the unread uploads of all connections exceed their allowance, until `stop` fires.
     pub(crate) async fn bound_uploads(self: Arc<Self>, stop: CancellationToken) {
         while stop
             .run_until_cancelled(self.uploads.exceeded())
