@@ -62,7 +62,7 @@ pub fn render(status: &Status) -> String {
     let peers = status.tunnels.iter().flat_map(|tunnel| &tunnel.peers);
     // The peer chooses its own name, and an OpenVPN client the name of its program.
     let lengths = peers.map(|peer| printable(&peer.name).chars().count());
-    let width = lengths.max().unwrap_or(0).max(22);
+    let width = lengths.max().unwrap_or(0).clamp(22, 64);
     let all = width + 2;
     let _ = writeln!(
         text,
