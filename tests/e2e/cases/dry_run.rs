@@ -59,7 +59,8 @@ impl Level {
     fn of_release(release: &Release) -> Self {
         let mut files = release.values.iter();
         let uses_network_of_node = release.chart == "culvert-node-tunnel"
-            || files.any(|it| it.ends_with("ci/daemonset.yaml"));
+            || files.any(|it| it.ends_with("ci/daemonset.yaml"))
+            || release.set["hostNetwork"] == true;
         if uses_network_of_node {
             Self::Privileged
         } else {
