@@ -64,6 +64,8 @@ struct Listener {
     wire: Arc<Wire>,
     hellos: Hellos,
     flows: Flows,
+    /// True if Initial packets were decrypted since the last turn of the other tasks.
+    has_decrypted: bool,
     /// Log lines left until the next sweep.
     lines: u32,
     /// Log lines left out since the last sweep.
@@ -160,6 +162,7 @@ impl Listener {
             flows: Flows::new(front.clone(), wire.clone(), parts),
             front,
             wire,
+            has_decrypted: false,
             lines: LOG_LINES,
             left_out: 0,
         }
@@ -176,8 +179,10 @@ impl Listener {
                     Ok(()) => {
                         consume_budget().await;
                         self.receive(&mut input);
-                        // Under a flood, the sockets of displaced flows would exceed the limit.
-                        if self.flows.take_displaced() {
+                        // Under a flood, the sockets of displaced flows would exceed the limit, and decryption would
+                        // delay the other tasks.
+                        let has_displaced = self.flows.take_displaced();
+                        if std::mem::take(&mut self.has_decrypted) || has_displaced {
                             yield_now().await;
                         }
                     }
@@ -257,6 +262,7 @@ impl Listener {
         id: &[u8],
         datagram: &[u8],
     ) -> Result<(), Refused> {
+        self.has_decrypted = true;
         let (hello, datagrams) = match self.hellos.take(path.client, id, datagram, Instant::now()) {
             Arrival::Complete(hello, datagrams) => (hello, datagrams),
             Arrival::Kept { displaced } => {

@@ -4,8 +4,9 @@
 //! An odd first byte means datagrams, an even one frames. The rest is cut into pieces.
 #![no_main]
 
+use culvert_door::client_hello::Hello;
 use culvert_door::quic::initial::{
-    CryptoStream, Header, InitialError, MAX_HELLO_BYTES, MAX_ID_BYTES, read_hello,
+    CryptoStream, Header, InitialError, MAX_HELLO_BYTES, MAX_ID_BYTES,
 };
 use culvert_fuzz::Cut;
 use libfuzzer_sys::fuzz_target;
@@ -43,6 +44,17 @@ fn datagrams(input: &[u8]) {
     assert_eq!(twice, whole);
     let (first, last) = input.split_at(input.len() / 2);
     let _ = read_hello(destination, [last, first]);
+}
+
+fn read_hello<'a>(
+    id: &[u8],
+    datagrams: impl IntoIterator<Item = &'a [u8]>,
+) -> Result<Option<Hello>, InitialError> {
+    let mut stream = CryptoStream::default();
+    for datagram in datagrams {
+        stream.add_datagram(id, datagram)?;
+    }
+    stream.hello()
 }
 
 /// Feeds each piece as the frames of one packet.

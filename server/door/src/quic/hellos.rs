@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::initial::{InitialError, read_hello};
+use super::initial::{CryptoStream, InitialError};
 use crate::client_hello::Hello;
 
 /// Time for a hello to become complete.
@@ -34,6 +34,7 @@ pub(super) struct Hellos {
     /// Positions of the clients of each source.
     sources: HashMap<u64, BTreeSet<u64>>,
     last: u64,
+    /// Memory of all datagrams and handshake bytes.
     bytes: usize,
     /// Number of listeners that share the limits.
     parts: usize,
@@ -47,6 +48,8 @@ struct Client {
     key: Key,
     since: Instant,
     datagrams: Vec<Vec<u8>>,
+    /// Handshake bytes of `datagrams`, so that each datagram is decrypted once.
+    crypto: CryptoStream,
 }
 
 /// Effect of a datagram with an Initial packet.
@@ -91,9 +94,14 @@ impl Hellos {
         let key = (from, id.to_vec());
         let position = self.positions.get(&key).copied();
         let known = position.and_then(|position| self.clients.get_mut(&position));
-        let before = known.iter().flat_map(|client| &client.datagrams);
-        let before = before.map(Vec::as_slice);
-        match (read_hello(id, before.chain([datagram])), known) {
+        // A wrong datagram leaves no trace in the client's handshake bytes.
+        let mut crypto = known
+            .as_ref()
+            .map_or_else(CryptoStream::default, |it| it.crypto.clone());
+        let read = crypto
+            .add_datagram(id, datagram)
+            .and_then(|()| crypto.hello());
+        match (read, known) {
             (Err(error), _) => Arrival::Bad(error),
             (Ok(Some(hello)), _) => {
                 let known = position.and_then(|position| self.remove(position));
@@ -105,15 +113,16 @@ impl Hellos {
                 if client.datagrams.len() + 1 >= MAX_DATAGRAMS {
                     return Arrival::TooMany;
                 }
+                self.bytes -= client.bytes();
                 client.datagrams.push(datagram.to_vec());
-                self.bytes += datagram.len();
+                client.crypto = crypto;
+                self.bytes += client.bytes();
                 Arrival::Kept {
                     displaced: self.displace(),
                 }
             }
             (Ok(None), None) => {
                 self.last += 1;
-                self.bytes += datagram.len();
                 self.positions.insert(key.clone(), self.last);
                 let of_source = self.sources.entry(source_of(from.ip())).or_default();
                 of_source.insert(self.last);
@@ -123,7 +132,9 @@ impl Hellos {
                     key,
                     since: now,
                     datagrams: vec![datagram.to_vec()],
+                    crypto,
                 };
+                self.bytes += client.bytes();
                 self.clients.insert(self.last, client);
                 let lost = oldest.and_then(|oldest| self.remove(oldest));
                 Arrival::Kept {
@@ -161,7 +172,7 @@ impl Hellos {
     fn remove(&mut self, position: u64) -> Option<Client> {
         let client = self.clients.remove(&position)?;
         self.positions.remove(&client.key);
-        self.bytes -= client.datagrams.iter().map(Vec::len).sum::<usize>();
+        self.bytes -= client.bytes();
         let source = source_of(client.key.0.ip());
         if let Some(of_source) = self.sources.get_mut(&source) {
             of_source.remove(&position);
@@ -170,6 +181,16 @@ impl Hellos {
             }
         }
         Some(client)
+    }
+}
+
+// === impl Client ===
+
+impl Client {
+    /// Returns the memory of the client's datagrams and handshake bytes.
+    fn bytes(&self) -> usize {
+        let datagrams = self.datagrams.iter().map(Vec::len);
+        datagrams.sum::<usize>() + self.crypto.memory()
     }
 }
 

@@ -92,44 +92,8 @@ pub enum InitialError {
     Hello(#[from] HelloError),
 }
 
-/// Reads the ClientHello from the datagrams of one client with the destination id `id`, in any order. Returns `None`
-/// while the hello is incomplete.
-///
-/// # Errors
-/// [`InitialError`]: if only the last datagram causes the error, the hello may still arrive in another datagram.
-pub fn read_hello<'a>(
-    id: &[u8],
-    datagrams: impl IntoIterator<Item = &'a [u8]>,
-) -> Result<Option<Hello>, InitialError> {
-    if id.len() < MIN_FIRST_ID_BYTES {
-        return Err(NotInitial);
-    }
-    let suite = TLS13_AES_128_GCM_SHA256.tls13();
-    let suite = suite.and_then(|suite| suite.quic_suite());
-    let keys = suite.ok_or(Undecryptable)?;
-    let keys = keys.keys(id, Side::Server, Version::V1);
-    let mut crypto = CryptoStream::default();
-    for datagram in datagrams {
-        if !(MIN_DATAGRAM_BYTES..=MAX_DATAGRAM_BYTES).contains(&datagram.len()) {
-            return Err(NotInitial);
-        }
-        let mut packets = Fields(datagram);
-        let mut packet = packets.initial(id).ok_or(NotInitial)?;
-        // Other packets may follow in the same datagram. Only Initial packets matter.
-        loop {
-            let frames = packet.decrypt(&keys).ok_or(Undecryptable)?;
-            crypto.add_frames(&frames)?;
-            match packets.initial(id) {
-                Some(next) => packet = next,
-                None => break,
-            }
-        }
-    }
-    crypto.hello()
-}
-
 /// The handshake bytes of a client, with gaps.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct CryptoStream(Vec<Option<u8>>);
 
 /// An encrypted Initial packet.
@@ -167,6 +131,34 @@ impl<'a> Header<'a> {
 // === impl CryptoStream ===
 
 impl CryptoStream {
+    /// Adds the Initial packets in a datagram of the client that has chosen the destination id `id`. The datagrams of a
+    /// client may come in any order.
+    ///
+    /// # Errors
+    /// [`InitialError`]: packets before the wrong one may have been added. The hello may still arrive in another
+    /// datagram.
+    pub fn add_datagram(&mut self, id: &[u8], datagram: &[u8]) -> Result<(), InitialError> {
+        let has_valid_size = (MIN_DATAGRAM_BYTES..=MAX_DATAGRAM_BYTES).contains(&datagram.len());
+        if id.len() < MIN_FIRST_ID_BYTES || !has_valid_size {
+            return Err(NotInitial);
+        }
+        let mut packets = Fields(datagram);
+        let mut packet = packets.initial(id).ok_or(NotInitial)?;
+        let suite = TLS13_AES_128_GCM_SHA256.tls13();
+        let suite = suite.and_then(|suite| suite.quic_suite());
+        let keys = suite.ok_or(Undecryptable)?;
+        let keys = keys.keys(id, Side::Server, Version::V1);
+        // Other packets may follow in the same datagram. Only Initial packets matter.
+        loop {
+            let frames = packet.decrypt(&keys).ok_or(Undecryptable)?;
+            self.add_frames(&frames)?;
+            match packets.initial(id) {
+                Some(next) => packet = next,
+                None => return Ok(()),
+            }
+        }
+    }
+
     /// Adds the frames of one packet.
     ///
     /// # Errors
@@ -197,6 +189,11 @@ impl CryptoStream {
             *to = Some(byte);
         }
         Ok(())
+    }
+
+    /// Returns the memory of the stream, in bytes.
+    pub(super) fn memory(&self) -> usize {
+        self.0.capacity() * size_of::<Option<u8>>()
     }
 
     /// Returns the hello; `None` while it is incomplete.

@@ -128,6 +128,16 @@ fn bytes_have_a_limit() {
 }
 
 #[test]
+fn handshake_bytes_count_with_their_gaps() {
+    let (mut hellos, now) = (Hellos::new(1), Instant::now());
+    let datagram = datagram_of(0, &crypto(4000, &[1]), MIN_DATAGRAM_BYTES);
+    hellos.take(client([192, 0, 2, 1], 1), &ID, &datagram, now);
+    assert!(hellos.bytes > MIN_DATAGRAM_BYTES + 4000);
+    hellos.expire(now + DEADLINE);
+    assert!(is_empty(&hellos));
+}
+
+#[test]
 fn networks_of_a_source() {
     let source = |text: &str| source_of(text.parse().unwrap());
     assert_eq!(source("192.0.2.1"), source("::ffff:192.0.2.200"));

@@ -58,8 +58,11 @@ fn datagram(number: u8, frames: &[u8]) -> Vec<u8> {
 }
 
 fn read(datagrams: &[Vec<u8>]) -> Result<Option<String>, InitialError> {
-    let hello = read_hello(&ID, datagrams.iter().map(Vec::as_slice))?;
-    Ok(hello.map(|hello| hello.server_name.unwrap()))
+    let mut stream = CryptoStream::default();
+    for datagram in datagrams {
+        stream.add_datagram(&ID, datagram)?;
+    }
+    Ok(stream.hello()?.map(|hello| hello.server_name.unwrap()))
 }
 
 #[test]
@@ -164,8 +167,10 @@ fn packets_that_are_no_hello_are_refused() {
     ] {
         assert_eq!(read(&[wrong]), Err(error));
     }
-    assert_eq!(read_hello(&ID[..7], [good.as_slice()]), Err(NotInitial));
-    assert_eq!(read_hello(&[1; 8], [good.as_slice()]), Err(NotInitial));
+    for id in [&ID[..7], &[1; 8]] {
+        let mut stream = CryptoStream::default();
+        assert_eq!(stream.add_datagram(id, &good), Err(NotInitial));
+    }
 }
 
 proptest! {
@@ -191,7 +196,7 @@ proptest! {
     fn changed_packets_cause_no_panic(at in 0usize..1200, bits in 1u8.., len in 0usize..1200) {
         let mut packet = datagram(0, &crypto(0, &message_for("a.example")));
         packet[at] ^= bits;
-        let _ = read_hello(&ID, [&packet[..]]);
+        let _ = CryptoStream::default().add_datagram(&ID, &packet);
         let _ = Header::parse(&packet[..len]);
         let _ = Fields(&packet[..len]).initial(&ID);
     }
