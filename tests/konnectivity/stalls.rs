@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
-use culvert_kit::client::BoxedStream;
+use culvert_kit::client::{BoxedStream, FrontEnd, connect_tls};
 use culvert_kit::services::Services;
 use culvert_tests::{Mode, Topology, Transport, eventually};
+use socket2::SockRef;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::time::Instant;
 
@@ -107,6 +108,45 @@ async fn endpoint_that_stops_reading_stays_open() {
     drop(services);
     agent_shows(&topology, "open_endpoint_connections", &[], 0.0).await;
     assert_unharmed(&mut topology);
+}
+
+/// A TLS client may leave before or after the end of its bytes, while the endpoint reads nothing.
+#[tokio::test]
+async fn reset_of_a_tls_client_is_noticed_beside_a_silent_endpoint() {
+    let services = Services::start().await.unwrap();
+    let topology = Topology::simple(Mode::HttpConnect, Transport::Tcp).await;
+    let FrontEnd::ConnectTcp {
+        addr,
+        tls,
+        server_name,
+    } = topology.front_end()
+    else {
+        panic!("a CONNECT front end over TLS");
+    };
+    let open = async || {
+        let mut stream = connect_tls(*addr, tls, server_name).await.unwrap();
+        let request = format!("CONNECT {} HTTP/1.1\r\n\r\n", services.silent);
+        stream.write_all(request.as_bytes()).await.unwrap();
+        let mut head = [0; 12];
+        stream.read_exact(&mut head).await.unwrap();
+        assert_eq!(&head, b"HTTP/1.1 200");
+        let socket = SockRef::from(stream.get_ref().0);
+        socket.set_linger(Some(Duration::ZERO)).unwrap();
+        stream
+    };
+    let (mut flooding, mut ended) = (open().await, open().await);
+    timely("the end", ended.shutdown()).await.unwrap();
+    let flood = tokio::spawn(async move {
+        let piece = vec![0; 64 * 1024];
+        while flooding.write_all(&piece).await.is_ok() {}
+    });
+    nothing_moves(&topology).await;
+    server_shows(&topology, "established_connections", &[], 2.0).await;
+    flood.abort();
+    drop(ended);
+    server_is_idle(&topology).await;
+    drop(services);
+    agent_shows(&topology, "open_endpoint_connections", &[], 0.0).await;
 }
 
 #[tokio::test]

@@ -94,7 +94,7 @@ pub(super) async fn serve_frontend(
                                 Box::pin(context.serve_client(stream, &peer, service)).await;
                             }
                             Mode::HttpConnect => {
-                                let (read, write) = tokio::io::split(*stream);
+                                let (read, write) = http_connect::halves(*stream);
                                 let served =
                                     http_connect::serve(&context, &frontend, read, write, &peer);
                                 Box::pin(served).await;

@@ -1,6 +1,8 @@
 //! The HTTP CONNECT front end: the client sends one request, then the bytes of the connection. In every part
 //! that clients parse, responses match upstream's byte for byte.
 
+mod client;
+
 use std::io;
 use std::pin::pin;
 use std::sync::Arc;
@@ -8,18 +10,17 @@ use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use culvert_host::net::admission::Gated;
 use culvert_host::net::connect::{self, MAX_HEAD_BYTES, RequestError};
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_stream::first_byte_gate::FirstByteGate;
 use culvert_stream::io::{LINGER, ReadSource, WriteSink, linger_close};
 use culvert_stream::{CloseReason, Dial, Sink, Source};
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, Interest};
-use tokio::net::TcpStream;
-use tokio::time::{Instant, sleep, timeout};
-use tokio_rustls::server::TlsStream;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::time::{Instant, timeout};
 use tracing::debug;
 
+use self::client::ClientRead;
+pub(crate) use self::client::halves;
 use super::Frontend;
 use crate::backend::dial::StreamDialError;
 use crate::backend::{Connection, DialError};
@@ -32,47 +33,6 @@ const HEAD_TIMEOUT: Duration = Duration::from_secs(60);
 /// Maximum number of bytes kept from a client before its connection is open. While the buffer is full, the
 /// server notices that the client has left only after the dial has an outcome.
 const EARLY_BYTES: usize = 64 * 1024;
-
-/// Interval between checks of a half-closed client.
-const HANG_UP_CHECK: Duration = Duration::from_secs(1);
-
-/// The reading half of a client's connection.
-pub(crate) trait ClientRead: AsyncRead + Unpin + Send {
-    /// True if closing the whole connection is distinguishable from ending only the writing half.
-    const TELLS_HANG_UP: bool;
-
-    /// True if the client distinguishes an ordinary end from a close without an end. A Unix socket cannot
-    /// express the difference.
-    const TELLS_INCOMPLETE_END: bool;
-
-    /// Resolves once the client has closed the whole connection, after the end of its writing half. The
-    /// default never resolves.
-    fn hung_up(&self) -> impl Future<Output = ()> + Send {
-        std::future::pending()
-    }
-}
-
-impl ClientRead for tokio::net::unix::OwnedReadHalf {
-    const TELLS_HANG_UP: bool = true;
-    const TELLS_INCOMPLETE_END: bool = false;
-
-    /// A Unix socket reports a hang-up as soon as the peer closes its socket. A wait for writability returns
-    /// at once on a writable socket, so this function polls for the hang-up.
-    async fn hung_up(&self) {
-        loop {
-            match self.ready(Interest::WRITABLE).await {
-                Ok(ready) if !ready.is_write_closed() => sleep(HANG_UP_CHECK).await,
-                _ => return,
-            }
-        }
-    }
-}
-
-impl ClientRead for tokio::io::ReadHalf<TlsStream<Gated<TcpStream>>> {
-    const TELLS_HANG_UP: bool = false;
-    /// A TLS client misses the close_notify alert (RFC 8446, section 6.1).
-    const TELLS_INCOMPLETE_END: bool = true;
-}
 
 /// Serves a connection to its end.
 pub(crate) async fn serve<R, W>(
