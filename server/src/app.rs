@@ -169,7 +169,6 @@ impl Bound {
         let router = Router::new(konnectivity, clients, limits, metrics.clone());
         let start = Start::read(config.switch.clone())?;
         let (mut switcher, driver) = driver::start(start, router.clone(), metrics.clone())?;
-        let (frontend, frontend_tls) = bind_frontend(&config, &mut reloader).await?;
         let agent = admin::bind(
             &agent_files.bind.host,
             agent_files.bind.port,
@@ -198,6 +197,9 @@ impl Bound {
             .transpose()?;
         let flags = ["--health-bind-address", "--health-port"];
         let health = admin::bind(&config.health.host, config.health.port, flags).await?;
+        // The last one, because it takes the socket file away from a server that still runs: a start that fails for
+        // another reason must not.
+        let (frontend, frontend_tls) = bind_frontend(&config, &mut reloader).await?;
         let frontend_socket = match &config.frontend {
             config::Frontend::Uds { path, .. } => Some(path.clone()),
             config::Frontend::Tcp { .. } => None,

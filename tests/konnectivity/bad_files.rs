@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::net::{Ipv4Addr, TcpListener};
-use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -185,6 +185,17 @@ async fn existing_file_at_the_socket_path_is_kept_on_request() {
     program.wait_for_log("serving", LIMIT).await;
     let mode = fs::metadata(flags.socket()).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o770);
+}
+
+/// The second start fails at the port of agents.
+#[tokio::test]
+async fn failed_second_start_leaves_the_socket_to_the_running_server() {
+    let flags = Flags::new();
+    let running = Program::spawn("culvert-server", flags.on_unix(), &[]);
+    running.wait_for_log("serving", LIMIT).await;
+    let before = fs::metadata(flags.socket()).unwrap().ino();
+    ends_with("culvert-server", &flags.on_unix(), &[], &["--agent-port"]).await;
+    assert_eq!(fs::metadata(flags.socket()).unwrap().ino(), before);
 }
 
 #[tokio::test]
