@@ -4,7 +4,6 @@
 mod calls;
 pub(crate) mod path_aware;
 
-use std::fmt::Display;
 use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
@@ -174,9 +173,9 @@ impl ListenerContext {
 
     /// Resolves when a connection ends, or after [`HANDSHAKE_TIMEOUT`] if no request has arrived by then. A peer without
     /// a request is counted and logged.
-    async fn ends_or_asks<E: Display>(
+    async fn ends_or_asks(
         &self,
-        connection: Pin<&mut impl Future<Output = Result<(), E>>>,
+        connection: Pin<&mut impl Future<Output = Result<(), String>>>,
         asked: &AtomicBool,
         peer: &str,
     ) {

@@ -118,6 +118,17 @@ async fn garbage_at_any_port_is_rejected_and_counted() {
     }
 }
 
+/// A port check connects and leaves without a byte.
+#[tokio::test]
+async fn port_check_of_a_unix_socket_is_not_refused() {
+    for mode in MODES {
+        let topology = Topology::simple(mode, Transport::Uds).await;
+        provoke(raw_front(&topology).await, b"").await;
+        // The server has seen the end of the check, because it closes the connection only then.
+        assert_eq!(rejected(&topology, "frontend", None).await, 0.0);
+    }
+}
+
 #[tokio::test]
 async fn invalid_connect_requests_are_rejected_and_counted() {
     let services = Services::start().await.unwrap();

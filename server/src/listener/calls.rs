@@ -1,7 +1,6 @@
 //! The calls of clients and of agents, over `h2`. hyper cannot change the windows of a connection, and the window of
 //! an agent's connection has to follow the path. An idle client needs less memory than with hyper.
 
-use std::fmt::Display;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -119,21 +118,28 @@ impl ListenerContext {
     /// Serves the calls of a connection until the connection ends. `extend` adds to the extensions of each request, and returns
     /// a value that lives as long as the call.
     /// `taker` is boxed, because the handshake of HTTP/2 needs more memory than the connection.
-    async fn serve_calls<I, S, E, G>(
+    async fn serve_calls<I, S, G>(
         &self,
-        taker: Pin<Box<impl Future<Output = Result<Taker<I, Piece>, E>>>>,
+        taker: Pin<Box<impl Future<Output = Result<Taker<I, Piece>, h2::Error>>>>,
         peer: &str,
         service: S,
         extend: impl Fn(&mut Extensions) -> G,
     ) where
         I: AsyncRead + AsyncWrite + Unpin,
-        E: Display,
         S: grpc::Service + Clone + Send + Sync + 'static,
         G: Send + 'static,
     {
         let asked = AtomicBool::new(false);
         let serving = pin!(async {
-            let mut taker = taker.await.map_err(|error| error.to_string())?;
+            let mut taker = match taker.await {
+                Ok(taker) => taker,
+                // A port check connects and leaves without sending a byte.
+                Err(error) if error.is_io() => {
+                    debug!(peer, %error, "the peer left before HTTP/2 began");
+                    return Ok(());
+                }
+                Err(error) => return Err(error.to_string()),
+            };
             while let Some((mut request, respond)) = taker.next().await? {
                 asked.store(true, Ordering::Relaxed);
                 let open = extend(request.extensions_mut());

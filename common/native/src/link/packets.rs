@@ -103,6 +103,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Taker<S, B> {
             .initial_connection_window_size(CLIENT_CONNECTION_WINDOW_BYTES)
             .max_header_list_size(HEADER_BYTES)
             .max_local_error_reset_streams(Some(CLIENT_ERROR_RESETS))
+            .max_pending_accept_reset_streams(CLIENT_ERROR_RESETS)
             .data_frame_budget(CLIENT_SMALL_FRAMES);
         Self::of_calls(settings, stream, Arc::new(inbound), pings, None).await
     }

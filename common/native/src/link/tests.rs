@@ -119,6 +119,30 @@ async fn client_of_a_front_end_is_pinged_only_after_the_idle_time() {
     assert_eq!(times, [idle, 2 * idle, 3 * idle, 4 * idle]);
 }
 
+/// Requests that a client cancels at once must not end its other streams.
+#[tokio::test]
+async fn client_may_reset_many_streams_before_they_are_accepted() {
+    let (near, mut far) = duplex(1 << 16);
+    let mut bytes = [&PREFACE[..], &SETTINGS].concat();
+    let last = 399u32;
+    for id in (1..=last).step_by(2) {
+        // HEADERS with the fields ":method: POST", ":scheme: http" and ":path: /" of the static table (RFC 9113, 6.2;
+        // RFC 7541, A), and RST_STREAM with CANCEL (RFC 9113, 6.4) for all streams but the last.
+        let of = id.to_be_bytes();
+        bytes.extend([&[0, 0, 3, 1, 4][..], &of, &[0x83, 0x86, 0x84]].concat());
+        if id != last {
+            bytes.extend([&[0, 0, 4, 3, 0][..], &of, &[0, 0, 0, 8]].concat());
+        }
+    }
+    far.write_all(&bytes).await.unwrap();
+    let mut taker = Taker::<_, Chunk>::for_client(near, SHORT).await.unwrap();
+    let mut seen = 0;
+    while seen != last {
+        let (request, _respond) = taker.next().await.unwrap().unwrap();
+        seen = request.body().stream_id().as_u32();
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn peer_that_does_not_confirm_a_smaller_window_in_time_loses_its_connection() {
     // More than half of the allowance of all connections is used.
