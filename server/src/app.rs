@@ -348,7 +348,11 @@ impl Bound {
         let page = metrics.registry().clone();
         let upkeep = page.clone().run_upkeep(shutdown.clone());
         spawn_essential(&tasks, "metrics", &shutdown, upkeep);
-        let drained = drain::drained(frontend, config.graceful_shutdown_timeout);
+        let drained = drain::drained(
+            frontend,
+            config.graceful_shutdown_timeout,
+            config.drain_linger,
+        );
         let draining = drain.clone();
         let needs_peer = !config.ready_without_agents;
         let ready = router.clone();

@@ -82,6 +82,8 @@ pub struct Config {
     pub limits: Limits,
     /// Longest time for connections to end after the first signal. Zero, the default, ends them at once.
     pub graceful_shutdown_timeout: Duration,
+    /// Time without a dial or connection after which a draining server ends. Default 5 s.
+    pub drain_linger: Duration,
     /// Lease of this server, by which agents count servers. `None`, the default, keeps no lease.
     pub lease: Option<Lease>,
     /// TLS limits of both TLS listeners.
@@ -233,6 +235,7 @@ impl Config {
             strategies,
             limits,
             graceful_shutdown_timeout,
+            drain_linger,
             lease,
             tls,
             xfr_channel_size,
@@ -287,6 +290,7 @@ impl Config {
                 "graceful-shutdown-timeout={}",
                 duration(graceful_shutdown_timeout)
             ),
+            format!("drain-linger={}", duration(drain_linger)),
         ]);
         lines.extend(limits.describe());
         if let Some(files) = admin_tls {

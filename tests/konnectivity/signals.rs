@@ -177,7 +177,7 @@ async fn agent_waiting_for_a_silent_server_exits_on_a_signal() {
 async fn draining_server(mode: Mode, grace: &str) -> Topology {
     let grace = format!("--graceful-shutdown-timeout={grace}");
     let builder = Topology::builder(mode, Transport::Uds);
-    let builder = builder.server(Executable::Ours, &[&grace]);
+    let builder = builder.server(Executable::Ours, &[&grace, "--drain-linger=200ms"]);
     builder.agents(1).start().await
 }
 

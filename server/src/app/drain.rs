@@ -8,19 +8,15 @@ use tracing::{info, warn};
 
 use crate::frontend::Frontend;
 
-/// Time without a dial after which a draining server ends. Kubernetes needs some seconds to remove a server that is
-/// not ready from its Service.
-const DRAIN_LINGER: Duration = Duration::from_secs(5);
-
 /// Interval between two looks at the number of connections of a draining server.
 const DRAIN_CHECK: Duration = Duration::from_millis(100);
 
-/// Waits until no dial or connection has existed for [`DRAIN_LINGER`], and gRPC clients and agents have the last
+/// Waits until no dial or connection has existed for `linger`, and gRPC clients and agents have the last
 /// bytes of all connections, at most for `timeout`.
 ///
 /// With a timeout of 0, does not wait, as stock servers up to v0.34. Releases v0.35 and v0.36 wait without a limit for gRPC
 /// clients, which kubernetes-sigs/apiserver-network-proxy#866 corrects.
-pub(super) async fn drained(frontend: Arc<Frontend>, timeout: Duration) {
+pub(super) async fn drained(frontend: Arc<Frontend>, timeout: Duration, linger: Duration) {
     if timeout.is_zero() {
         return;
     }
@@ -28,8 +24,8 @@ pub(super) async fn drained(frontend: Arc<Frontend>, timeout: Duration) {
     // Each connection of a gRPC client has a call.
     let open = || router.in_use().max(frontend.calls.len()) + frontend.leaving.len();
     router.drain();
-    info!(?timeout, connections = open(), "draining");
-    let linger = DRAIN_LINGER.min(timeout);
+    info!(?timeout, ?linger, connections = open(), "draining");
+    let linger = linger.min(timeout);
     let idle = async {
         let mut busy = Instant::now();
         loop {

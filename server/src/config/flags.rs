@@ -242,9 +242,13 @@ pub(super) struct TunnelFlags {
     pub(super) backend_dial_timeout: GoDuration,
 
     /// Longest time for connections to end after SIGTERM; 0 ends them at once. Meanwhile /readyz fails, agents
-    /// search for other servers, and new dials are served. The server ends earlier after 5s without a connection
+    /// search for other servers, and new dials are served. The server ends earlier after --drain-linger
     #[arg(long, value_name = "DURATION", default_value = "0")]
     pub(super) graceful_shutdown_timeout: GoDuration,
+
+    /// Time a draining server without connections serves new dials before the server exits
+    #[arg(long, value_name = "DURATION", default_value = "5s")]
+    pub(super) drain_linger: GoDuration,
 
     /// No effect, and deprecated upstream
     #[arg(long, default_value = "true")]

@@ -123,6 +123,7 @@ fn defaults_match_the_stock_server() {
             pending_dials: Some(10_000),
         },
         graceful_shutdown_timeout: Duration::ZERO,
+        drain_linger: Duration::from_secs(5),
         lease: None,
         tls: TlsOptions::default(),
         xfr_channel_size: 10,
@@ -175,6 +176,7 @@ fn a_hosting_platforms_server_starts() {
             "--proxy-strategies=destHost,defaultRoute,default",
             "--cipher-suites=TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256,TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256",
             "--graceful-shutdown-timeout=1ns",
+            "--drain-linger=20s",
             "--xfr-channel-size=150",
         ])
         .unwrap();
@@ -192,6 +194,7 @@ fn a_hosting_platforms_server_starts() {
     ];
     assert_eq!(config.strategies, strategies);
     assert_eq!(config.graceful_shutdown_timeout, Duration::from_nanos(1));
+    assert_eq!(config.drain_linger, Duration::from_secs(20));
     assert_eq!(config.xfr_channel_size, 150);
     assert_eq!(config.logging.verbosity, 3);
     assert_eq!(
@@ -335,6 +338,7 @@ fn invalid_values_of_single_flags_are_refused() {
             "--graceful-shutdown-timeout=-1s",
             "graceful-shutdown-timeout must be >= 0, got -1s",
         ),
+        ("--drain-linger=-1s", "drain-linger must be >= 0, got -1s"),
         (
             "--backend-dial-timeout=-1m",
             "backend-dial-timeout must be >= 0, got -1m0s",

@@ -84,6 +84,7 @@ impl Flags {
         let backend_dial_timeout = self.tunnel.backend_dial_timeout.saturating();
         let grace = self.tunnel.graceful_shutdown_timeout;
         let graceful_shutdown_timeout = p.not_negative("graceful-shutdown-timeout", grace);
+        let drain_linger = p.not_negative("drain-linger", self.tunnel.drain_linger);
         let time = self.agents.keepalive_time;
         let keepalive_time = keepalive(p, "keepalive-time", time);
         let resume_grace = p.not_negative("resume-grace", self.agents.resume_grace);
@@ -121,6 +122,7 @@ impl Flags {
             strategies,
             limits,
             graceful_shutdown_timeout,
+            drain_linger,
             lease,
             tls,
             xfr_channel_size,

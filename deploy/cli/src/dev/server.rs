@@ -117,6 +117,7 @@ impl Plan {
             strategies: vec![Strategy::Default],
             limits: server_config::Limits::default(),
             graceful_shutdown_timeout: Duration::ZERO,
+            drain_linger: Duration::ZERO,
             lease: None,
             tls: TlsOptions::default(),
             xfr_channel_size: 10,
