@@ -8,8 +8,9 @@
 //!   successor may take a while. Each duplicate lengthens the gap until it reaches the interval; after
 //!   [`PERSISTENCE`] without news, the gap grows on to a limit. A token bucket with one token per interval bounds the
 //!   number of attempts.
-//! - *Probing*, if no server is missing, with `--sync-forever`. The gap grows to [`PROBE_CAP`]. If the
-//!   announced number follows the servers, the gap is [`SLOW_GAP`].
+//! - *Probing*, if no server is missing, with `--sync-forever`. The gap grows from the interval to [`PROBE_CAP`]. If the
+//!   announced number follows the servers, the gap grows from [`PROBE_CAP`] to [`SLOW_GAP`]. A change of the number of
+//!   servers makes the gap short again.
 //! - *Idle*, if no server is missing.
 //!
 //! A failed attempt delays the next attempt as in upstream (`pkg/agent/clientset.go`): by the interval, and by 1.5 times
@@ -51,9 +52,9 @@ const ANSWER_GAP: Duration = Duration::from_secs(5);
 /// First gap after the loss of a server, as a fraction of the interval.
 const LOST_GAP: f64 = 0.2;
 
-/// Largest delay of the first attempt after a loss, a larger number, or a number that no longer follows the servers, as
-/// a fraction of the interval. The delay spreads the attempts of a fleet: all of its agents lose the same server, or
-/// receive the same message, at once.
+/// Largest delay of the first attempt after a change of a number, or after a number stops following the servers, as a
+/// fraction of the interval. The delay spreads the attempts of a fleet: all of its agents lose the same server, or receive
+/// the same message, at once.
 const LOST_DELAY: f64 = 0.5;
 
 /// Largest number of attempts in progress. More attempts only add load; fewer make a silent server delay the search.
@@ -65,12 +66,12 @@ const BURST: f64 = 40.0;
 /// Time since the last news for which the gap does not exceed the interval. A restart of a server ends earlier.
 const PERSISTENCE: Duration = Duration::from_secs(60);
 
-/// Largest gap between probes if the announced number does not follow the servers.
-pub(crate) const PROBE_CAP: Duration = Duration::from_secs(12);
+/// Largest gap between probes if the announced number does not follow the servers, otherwise the smallest.
+const PROBE_CAP: Duration = Duration::from_secs(12);
 
-/// Gap between probes if the announced number follows the servers. Without `--sync-forever`, also the largest gap while
-/// all announced servers are connected, but fewer servers than before a loss.
-pub(crate) const SLOW_GAP: Duration = Duration::from_secs(600);
+/// Largest gap between probes if the announced number follows the servers. Without `--sync-forever`, also the largest
+/// gap while all announced servers are connected, but fewer servers than before a loss.
+const SLOW_GAP: Duration = Duration::from_secs(600);
 
 /// Configuration of a search.
 #[derive(Clone, Copy, Debug)]
@@ -217,6 +218,11 @@ impl Search {
         self.started = Some(now);
         self.stretch = 1.0 + self.random.random_range(0.0..JITTER);
         self.in_progress += 1;
+        if mode == Mode::Probing {
+            let [shortest, longest] = self.probe_gaps(view);
+            let longer = self.probe_gap.mul_f64(BACKOFF_FACTOR);
+            self.probe_gap = longer.clamp(shortest, longest);
+        }
         Step::Attempt
     }
 
@@ -245,8 +251,9 @@ impl Search {
         }
     }
 
-    /// Compares the view with the last one: a lost server or a larger number of servers is news. All of these, and a
-    /// number that no longer follows the servers, may reach every agent of a fleet at once.
+    /// Compares the view with the last one: a lost server or a larger number of servers is news. Any other change of the
+    /// numbers makes only the gap between probes short. All changes, and a number that no longer follows the servers, may
+    /// reach every agent of a fleet at once.
     fn look(&mut self, now: Instant, view: View) {
         let seen = std::mem::replace(&mut self.seen, view);
         if view.follows {
@@ -255,11 +262,15 @@ impl Search {
         }
         let is_larger = view.announced > seen.announced;
         let is_news = is_larger || view.connected < seen.connected;
+        let is_changed = (view.connected, view.announced) != (seen.connected, seen.announced);
         let is_withdrawn = seen.follows && !view.follows;
-        if !is_news && !is_withdrawn {
+        if !is_changed && !is_withdrawn {
             return;
         }
         let interval = self.policy.interval;
+        if is_changed {
+            self.probe_gap = interval;
+        }
         if is_news {
             self.hurry(now);
         }
@@ -277,13 +288,13 @@ impl Search {
         self.probe_gap = self.policy.interval;
     }
 
-    /// Lengthens the gaps after a duplicate.
+    /// Lengthens the gap after a duplicate.
     fn slow_down(&mut self, now: Instant, view: View) {
         let Policy { interval, cap, .. } = self.policy;
         if self.mode(view) != Mode::Searching {
-            let longest = PROBE_CAP.max(interval);
-            self.probe_gap = self.probe_gap.mul_f64(BACKOFF_FACTOR).min(longest);
-        } else if self.gap < interval {
+            return;
+        }
+        if self.gap < interval {
             self.gap = self.gap.mul_f64(GAP_FACTOR).min(interval);
         } else if now.duration_since(self.news) >= PERSISTENCE {
             let longest = match view.connected < view.announced {
@@ -324,8 +335,20 @@ impl Search {
             }
             Mode::Searching if view.connected + self.in_progress < self.wanted(view) => self.gap,
             Mode::Searching => self.gap.max(HEDGE_GAP),
-            Mode::Probing | Mode::Idle if view.follows => SLOW_GAP,
-            Mode::Probing | Mode::Idle => self.probe_gap,
+            Mode::Probing | Mode::Idle => {
+                let [shortest, longest] = self.probe_gaps(view);
+                self.probe_gap.clamp(shortest, longest)
+            }
+        }
+    }
+
+    /// Returns the smallest and the largest gap between probes.
+    fn probe_gaps(&self, view: View) -> [Duration; 2] {
+        let Policy { interval, .. } = self.policy;
+        let common = PROBE_CAP.max(interval);
+        match view.follows {
+            true => [common, SLOW_GAP.max(interval)],
+            false => [interval, common],
         }
     }
 }

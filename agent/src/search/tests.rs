@@ -87,8 +87,10 @@ impl World {
 
     /// Changes the number that the servers announce.
     fn announce(&mut self, count: usize) {
+        let reached = self.attempts.iter_mut().filter_map(|(_, one)| one.as_mut());
         self.servers
             .iter_mut()
+            .chain(reached)
             .for_each(|server| server.count = count);
         self.connected.values_mut().for_each(|known| *known = count);
     }
@@ -294,11 +296,91 @@ fn sync_forever_costs_a_tenth_of_upstreams_attempts() {
 }
 
 #[test]
-fn sync_forever_rarely_probes_if_the_number_follows_the_servers() {
-    let mut world = World::new(FOREVER, 1, 3);
+fn sync_forever_probes_ever_less_if_the_number_follows_the_servers() {
+    for seed in 0..SEEDS {
+        let mut world = World::new(FOREVER, seed, 3);
+        world.follows = true;
+        world.until_connected(3);
+        world.pass(SECOND);
+        world.starts.clear();
+        world.pass(HOUR);
+        let gaps = world.starts.windows(2).map(|two| two[1] - two[0]);
+        let pauses = [
+            12.0, 18.0, 27.0, 40.5, 60.75, 91.1, 136.6, 205.0, 307.5, 461.3, 600.0,
+        ];
+        for (gap, pause) in gaps.zip(pauses) {
+            let gap = gap.as_secs_f64();
+            assert!((pause..pause * 1.11).contains(&gap), "{gap} {pause}");
+        }
+        assert!((5..=6).contains(&world.pass(HOUR)));
+    }
+}
+
+/// Returns a world whose number follows the servers, and which has not changed for an hour.
+fn unchanged(seed: u64, servers: usize) -> World {
+    let mut world = World::new(FOREVER, seed, servers);
     world.follows = true;
-    world.until_connected(3);
-    world.pass(SECOND);
+    world.until_connected(servers);
+    world.pass(HOUR);
+    world
+}
+
+#[test]
+fn change_of_the_numbers_makes_the_gap_between_probes_short_again() {
+    let lose = |world: &mut World| {
+        world.announce(2);
+        world.lose(0);
+    };
+    // The lease of a killed server expires later.
+    let expire = |world: &mut World| {
+        world.lose(0);
+        world.pass(30 * SECOND);
+        world.announce(2);
+        world.announced = 2;
+    };
+    let resume = |world: &mut World| {
+        world.connected.insert(3, 3);
+    };
+    let changes: [&dyn Fn(&mut World); 3] = [&lose, &expire, &resume];
+    for change in changes {
+        for seed in 0..SEEDS {
+            let mut world = unchanged(seed, 3);
+            change(&mut world);
+            let probes = [10, 20, 60].map(|time| world.pass(time * SECOND));
+            let [first, second, third] = probes;
+            assert!(first <= 1, "{probes:?}");
+            assert!((1..=2).contains(&(first + second)), "{probes:?}");
+            assert!((2..=3).contains(&third), "{probes:?}");
+        }
+    }
+}
+
+#[test]
+fn server_without_a_lease_is_soon_found_after_a_change() {
+    let found = over_seeds(|seed| {
+        let mut world = unchanged(seed, 4);
+        // A server without a lease replaces a server with a lease.
+        world.announce(3);
+        world.lose(0);
+        world.serve(100, 3);
+        world.until_connected(4)
+    });
+    assert!(found[0] <= 60 * SECOND, "{found:?}");
+}
+
+#[test]
+fn frequent_changes_and_failures_cost_no_more_probes_than_a_number_that_does_not_follow() {
+    let upstream = 3600.0 / 1.05;
+    let mut world = unchanged(1, 3);
+    let mut attempts = 0;
+    for count in (1..=3).cycle().take(3600) {
+        world.announced = count;
+        attempts += world.pass(SECOND);
+    }
+    assert!(attempts as f64 <= upstream / 10.0, "{attempts}");
+    // Failed probes slow down, too.
+    let mut world = unchanged(1, 3);
+    world.servers.clear();
     assert!((5..=6).contains(&world.pass(HOUR)));
 }
 
