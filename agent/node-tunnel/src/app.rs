@@ -89,7 +89,7 @@ impl Bound {
         let mut listeners = Vec::with_capacity(config.routes.len());
         for route in &config.routes {
             let bind = &route.listen;
-            listeners.push(admin::bind(&bind.host, bind.port, "--listen").await?);
+            listeners.push(admin::bind(&bind.host, bind.port, ["--listen"; 2]).await?);
         }
         let stats = &config.stats;
         let flags = ["--stats-address", "--stats-port"];

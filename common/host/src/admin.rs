@@ -35,7 +35,7 @@ use tokio_util::task::TaskTracker;
 
 use crate::net::admission::{Admission, AdmissionLimits};
 
-pub use listener::{BindError, BindFlags, bind};
+pub use listener::{BindError, bind};
 pub use pages::Check;
 pub(crate) use pages::NO_PROFILES;
 use progress::Progress;

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use anyhow::Context as _;
-use culvert_host::admin;
+use culvert_host::admin::{self, BindError};
+use culvert_host::flags::HostPort;
 use culvert_host::net::admission::Admission;
 use culvert_host::net::congestion::ChosenCongestion;
 use culvert_host::net::listen::Listener;
@@ -23,7 +24,7 @@ use tokio_util::task::TaskTracker;
 use tracing::{info, warn};
 
 use super::balancer::Balancer;
-use super::config::{Config, Source, Tunneling};
+use super::config::{Config, HOST_FLAG, Source, Tunneling};
 use super::connect::{self, ConnectListener};
 use super::discovery::Discovery;
 use super::file::Follower;
@@ -99,7 +100,7 @@ impl Bound {
             }
         };
         let sni = match &config.sni {
-            Some(bind) => Some(admin::bind(&bind.host, bind.port, "--envoy-sni-port").await?),
+            Some(bind) => Some(listen(bind, "--envoy-sni-port").await?),
             None => None,
         };
         let quic = match (&config.sni_quic, &sni) {
@@ -112,16 +113,17 @@ impl Bound {
         };
         let tunneling = match &config.tunneling {
             Some(tunneling) => {
-                let bind = &tunneling.bind;
-                let listener = admin::bind(&bind.host, bind.port, "--envoy-tunneling-port").await?;
+                let listener = listen(&tunneling.bind, "--envoy-tunneling-port").await?;
                 Some((listener, connect_tls(tunneling, &mut reloader)?))
             }
             None => None,
         };
-        let stats = &config.stats;
-        let stats = admin::bind(&stats.host, stats.port, "--envoy-stats-port").await?;
+        let stats = listen(&config.stats, "--envoy-stats-port").await?;
         let admin = match &config.admin {
-            Some(bind) => Some(admin::bind(&bind.host, bind.port, "--envoy-admin-port").await?),
+            Some(bind) => {
+                let flags = ["--envoy-admin-port"; 2];
+                Some(admin::bind(&bind.host, bind.port, flags).await?)
+            }
             None => None,
         };
         let congestion = config.link_congestion.choose()?;
@@ -290,6 +292,11 @@ impl Bound {
         upkeep.close();
         upkeep.wait().await;
     }
+}
+
+/// Binds a TCP listener. Errors name `--bind-address`, or the flag of the port.
+async fn listen(bind: &HostPort, port: &str) -> Result<TcpListener, BindError> {
+    admin::bind(&bind.host, bind.port, [HOST_FLAG, port]).await
 }
 
 /// Runs a short recurring timer on this thread, to save system calls. Whenever a new timer is due before all

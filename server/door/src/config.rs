@@ -20,6 +20,9 @@ use super::exposure::Options;
 /// Name of the program in usage texts and log file names.
 pub(crate) const PROGRAM: &str = "culvert-nodeport-proxy";
 
+/// Flag with the host of the listeners, for error texts.
+pub(crate) const HOST_FLAG: &str = "--bind-address";
+
 /// The complete configuration of the proxy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {

@@ -16,6 +16,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{info, warn};
 
+use super::config::HOST_FLAG;
 use super::front::Front;
 use super::metrics::Entrance;
 
@@ -80,7 +81,8 @@ impl NodePorts {
             if self.open.contains_key(&port) {
                 continue;
             }
-            match admin::bind(&self.host, port, "the Service's node port").await {
+            let flags = [HOST_FLAG, "the Service's node port"];
+            match admin::bind(&self.host, port, flags).await {
                 Ok(listener) => {
                     self.failed.remove(&port);
                     info!(port, "node port opened");

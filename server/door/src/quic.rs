@@ -25,7 +25,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use anyhow::Context as _;
+use culvert_host::admin::BindError;
 use culvert_host::net::{is_source, is_unicast};
 use culvert_host::runtime::essential;
 use culvert_native::quic::connection_id::CONNECTION_ID_BYTES;
@@ -40,6 +40,7 @@ use self::flow::{BUFFER_BYTES, Path, Wire};
 use self::flows::{Flows, Refused};
 use self::hellos::{Arrival, Hellos};
 use self::initial::{Header, InitialError};
+use super::config::HOST_FLAG;
 use super::front::Front;
 use super::metrics::{Entrance, Refusal};
 
@@ -79,7 +80,7 @@ struct Listener {
 ///
 /// # Errors
 /// Fails if the address is in use or not permitted; the text contains the remedy.
-pub(crate) fn bind(address: SocketAddr, threads: usize) -> anyhow::Result<Vec<UdpSocket>> {
+pub(crate) fn bind(address: SocketAddr, threads: usize) -> Result<Vec<UdpSocket>, BindError> {
     let open = || -> io::Result<Vec<UdpSocket>> {
         let first = flow::bind(address, threads > 1)?;
         // The first socket chooses the number of port 0.
@@ -87,9 +88,8 @@ pub(crate) fn bind(address: SocketAddr, threads: usize) -> anyhow::Result<Vec<Ud
         let others = (1..threads).map(|_| flow::bind(address, true));
         std::iter::once(Ok(first)).chain(others).collect()
     };
-    open().with_context(|| {
-        format!("cannot open UDP {address}; stop the other process or change --sni-quic-port")
-    })
+    let flags = [HOST_FLAG, "--sni-quic-port"];
+    open().map_err(|reason| BindError::new(format!("UDP {address}"), &reason, flags))
 }
 
 /// The sockets of a drain. If one socket closed before the others, the kernel would move clients between the others,

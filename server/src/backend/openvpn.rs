@@ -141,7 +141,7 @@ impl Bound {
             let flag = "--openvpn-listen";
             let socket = match listen.transport {
                 Transport::Tcp => {
-                    let listener = admin::bind(&bind.host, bind.port, flag).await?;
+                    let listener = admin::bind(&bind.host, bind.port, [flag; 2]).await?;
                     addresses.push(listener.local_addr()?);
                     Socket::Tcp(Listener::tcp(listener, &Keepalive::default()))
                 }

@@ -14,27 +14,6 @@ use crate::net::listen::{TOO_MANY_FILES, is_out_of_files};
 /// after a restart of this program.
 const BACKLOG: i32 = 4096;
 
-/// Flags with the address of a listener, for error texts.
-#[derive(Clone, Copy, Debug)]
-pub struct BindFlags<'a> {
-    host: &'a str,
-    port: &'a str,
-}
-
-impl<'a> From<&'a str> for BindFlags<'a> {
-    /// One flag has both host and port.
-    fn from(flag: &'a str) -> Self {
-        Self::from([flag, flag])
-    }
-}
-
-impl<'a> From<[&'a str; 2]> for BindFlags<'a> {
-    /// The first flag has the host, the second the port.
-    fn from([host, port]: [&'a str; 2]) -> Self {
-        Self { host, port }
-    }
-}
-
 /// Error returned when a listener cannot be bound. The text names the flag to change.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot listen on {address}: {why}")]
@@ -43,24 +22,24 @@ pub struct BindError {
     why: String,
 }
 
+impl BindError {
+    /// Creates an error for an address. The first flag has the host, the second the port.
+    pub fn new(address: impl Into<String>, reason: &io::Error, flags: [&str; 2]) -> Self {
+        let (address, why) = (address.into(), why(reason, flags));
+        Self { address, why }
+    }
+}
+
 /// Binds `host:port`. Port 0 selects a free port. An empty host means all interfaces, IPv4 and IPv6, or only
 /// IPv4 if the machine has no IPv6. A host name is resolved, and an IPv4 address is preferred, as in Go's
-/// `net.Listen`. Error texts name one of the `flags`, such as `["--health-bind-address", "--health-port"]`,
-/// so that the operator knows the flag to change.
+/// `net.Listen`. `flags` are the names of the flags with the host and with the port, for error texts; both are the
+/// same if one flag has both.
 ///
 /// # Errors
 ///
 /// Returns a [`BindError`] if the name has no address or the address cannot be bound.
-pub async fn bind<'a>(
-    host: &str,
-    port: u16,
-    flags: impl Into<BindFlags<'a>>,
-) -> Result<TcpListener, BindError> {
-    let flags = flags.into();
-    let fail = |reason: io::Error| BindError {
-        address: join_host_port(host, port),
-        why: why(&reason, flags),
-    };
+pub async fn bind(host: &str, port: u16, flags: [&str; 2]) -> Result<TcpListener, BindError> {
+    let fail = |reason: io::Error| BindError::new(join_host_port(host, port), &reason, flags);
     if host.is_empty() {
         return bind_all(port).map_err(fail);
     }
@@ -77,20 +56,19 @@ pub async fn bind<'a>(
 }
 
 /// Returns the reason why an address cannot be bound, and the remedy.
-fn why(reason: &io::Error, flags: BindFlags<'_>) -> String {
-    let BindFlags { host, port: flag } = flags;
+fn why(reason: &io::Error, [host, port]: [&str; 2]) -> String {
     match reason.kind() {
         io::ErrorKind::AddrInUse => {
-            format!("the port is in use; stop the other process or change {flag}")
+            format!("the port is in use; stop the other process or change {port}")
         }
         io::ErrorKind::PermissionDenied => format!(
-            "permission denied; choose a port from 1024 with {flag}, or grant CAP_NET_BIND_SERVICE"
+            "permission denied; change {port} to a port from 1024, or grant CAP_NET_BIND_SERVICE"
         ),
         io::ErrorKind::AddrNotAvailable => {
             format!("not an address of this machine ({reason}); correct the host given for {host}")
         }
         _ if is_out_of_files(reason) => TOO_MANY_FILES.to_owned(),
-        _ => format!("{reason}; check {flag}"),
+        _ => format!("{reason}; check {port}"),
     }
 }
 
@@ -125,9 +103,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lack_of_descriptors_is_no_mistake_in_a_flag() {
-        let why = |errno: Errno| why(&errno.into(), "--port".into());
+    fn each_cause_has_its_remedy() {
+        let why = |errno: Errno| why(&errno.into(), ["--host", "--port"]);
         assert_eq!(why(Errno::MFILE), TOO_MANY_FILES);
         assert!(why(Errno::ADDRINUSE).contains("change --port"));
+        assert!(why(Errno::ACCESS).contains("change --port to a port from 1024, or grant CAP_"));
+        assert!(why(Errno::ADDRNOTAVAIL).contains("given for --host"));
     }
 }

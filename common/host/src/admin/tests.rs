@@ -20,7 +20,7 @@ struct Running {
 
 impl Running {
     async fn start(routes: Routes) -> Self {
-        let listener = bind("127.0.0.1", 0, "--port").await.unwrap();
+        let listener = bind("127.0.0.1", 0, ["--port"; 2]).await.unwrap();
         let address = listener.local_addr().unwrap();
         let shutdown = CancellationToken::new();
         let task = tokio::spawn(serve(listener, routes, shutdown.clone()));
@@ -289,7 +289,7 @@ async fn reply_may_have_any_content_type() {
 
 #[tokio::test]
 async fn empty_host_binds_all_interfaces() {
-    let listener = bind("", 0, "--port").await.unwrap();
+    let listener = bind("", 0, ["--port"; 2]).await.unwrap();
     let address = listener.local_addr().unwrap();
     assert!(address.ip().is_unspecified());
     TcpStream::connect(("127.0.0.1", address.port()))
@@ -298,15 +298,15 @@ async fn empty_host_binds_all_interfaces() {
     if address.is_ipv6() {
         TcpStream::connect(("::1", address.port())).await.unwrap();
     }
-    let named = bind("localhost", 0, "--port").await.unwrap();
+    let named = bind("localhost", 0, ["--port"; 2]).await.unwrap();
     assert!(named.local_addr().unwrap().ip().is_loopback());
 }
 
 #[tokio::test]
 async fn bind_errors_name_the_flag() {
-    let taken = bind("127.0.0.1", 0, "--health-port").await.unwrap();
+    let taken = bind("127.0.0.1", 0, ["--health-port"; 2]).await.unwrap();
     let address = taken.local_addr().unwrap();
-    let error = bind("127.0.0.1", address.port(), "--health-port")
+    let error = bind("127.0.0.1", address.port(), ["--health-port"; 2])
         .await
         .unwrap_err();
     assert_eq!(

@@ -13,8 +13,9 @@ use crate::client_hello::tests::hello_for;
 /// Far more time than a byte needs on one machine.
 const LIMIT: Duration = Duration::from_secs(5);
 
-/// Creates a proxy with two threads, including the test's own thread, and with one Service at `endpoint`.
-async fn proxy(endpoint: SocketAddr, dir: &tempfile::TempDir) -> Bound {
+/// Returns the configuration of a proxy with two threads, including the test's own thread, and with one Service at
+/// `endpoint`.
+fn config(endpoint: SocketAddr, dir: &tempfile::TempDir) -> Config {
     let routes = dir.path().join("routes.yaml");
     let text = format!(
         "upstreams:\n  - {{name: a, endpoints: ['{endpoint}'], serverNames: [a.example]}}\n"
@@ -30,7 +31,39 @@ async fn proxy(endpoint: SocketAddr, dir: &tempfile::TempDir) -> Bound {
     let mut config = Config::from_args(flags.map(OsString::from)).unwrap();
     config.sni.as_mut().unwrap().port = 0;
     config.stats.port = 0;
-    Bound::bind(config).await.unwrap()
+    config
+}
+
+#[tokio::test]
+async fn errors_of_listeners_name_the_flag_to_change() {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let taken = listener.local_addr().unwrap().port();
+    let dir = tempfile::tempdir().unwrap();
+    let error = async |host: &str, sni, quic, stats| {
+        let endpoint = SocketAddr::from((Ipv4Addr::LOCALHOST, 1));
+        let mut config = config(endpoint, &dir);
+        config.sni = Some(HostPort::new(host, sni));
+        config.sni_quic = Some(HostPort::new(host, quic));
+        config.stats = HostPort::new(host, stats);
+        let bound = Bound::bind(config).await;
+        bound.map(|_| ()).unwrap_err().to_string()
+    };
+    let foreign = error("192.0.2.1", 0, 0, 0).await;
+    assert!(
+        foreign.ends_with("correct the host given for --bind-address"),
+        "{foreign}"
+    );
+    let udp = socket.local_addr().unwrap().port();
+    for (sni, quic, stats, flag) in [
+        (taken, 0, 0, "--envoy-sni-port"),
+        (0, udp, 0, "--sni-quic-port"),
+        (0, 0, taken, "--envoy-stats-port"),
+    ] {
+        let used = error("127.0.0.1", sni, quic, stats).await;
+        let end = format!("the port is in use; stop the other process or change {flag}");
+        assert!(used.ends_with(&end), "{used}");
+    }
 }
 
 #[tokio::test]
@@ -46,7 +79,7 @@ async fn busy_thread_does_not_delay_new_connections() {
         stream.write_all(&received).unwrap();
     });
     let dir = tempfile::tempdir().unwrap();
-    let bound = proxy(endpoint, &dir).await;
+    let bound = Bound::bind(config(endpoint, &dir)).await.unwrap();
     let door = bound.addresses.sni.unwrap();
     let shutdown = CancellationToken::new();
     let running = tokio::spawn(bound.run(shutdown.clone()));

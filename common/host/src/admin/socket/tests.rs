@@ -106,7 +106,7 @@ async fn only_clients_with_a_certificate_of_the_ca_are_served() {
     let identity = |of: &Authority| Identity::load(&of.cert, &of.key).unwrap();
     let trust = TrustBundle::load(&ours.ca).unwrap();
     let config = server_config(&identity(&ours), Some(&trust), &[b"http/1.1"], &options);
-    let listener = bind("127.0.0.1", 0, "--admin-port").await.unwrap();
+    let listener = bind("127.0.0.1", 0, ["--admin-port"; 2]).await.unwrap();
     let address = listener.local_addr().unwrap();
     let stop = CancellationToken::new();
     let socket = AdminSocket::Tls(listener, Latest::fixed(config.unwrap()));
