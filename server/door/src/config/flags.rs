@@ -314,6 +314,18 @@ impl Flags {
 
 impl TimeFlags {
     fn limits(&self, p: &mut Problems) -> Limits {
+        let mut probes = |side: &str, value: i64| {
+            p.require(value >= 0, || {
+                format!("--{side}-tcp-keepalive-probes must be >= 0, got {value}")
+            });
+            // 127 is the kernel's limit for keepalive probes.
+            match u32::try_from(value.clamp(0, 127)) {
+                Ok(0) | Err(_) => KEEPALIVE.probes,
+                Ok(probes) => probes,
+            }
+        };
+        let downstream_probes = probes("downstream", self.downstream_tcp_keepalive_probes);
+        let upstream_probes = probes("upstream", self.upstream_tcp_keepalive_probes);
         let mut time = |flag: &str, value: GoDuration, default: Duration| {
             // The stock nodeport-proxy truncates to whole seconds; a time below a second becomes 0, which
             // means the default.
@@ -340,7 +352,7 @@ impl TimeFlags {
             self.tunneling_stream_idle_timeout,
             STREAM_IDLE,
         );
-        let mut keepalive = |side: &str, idle, interval, probes: i64| Keepalive {
+        let mut keepalive = |side: &str, idle, interval, probes| Keepalive {
             idle: time(&format!("{side}-tcp-keepalive-time"), idle, KEEPALIVE.idle)
                 .min(MAX_KEEPALIVE),
             interval: time(
@@ -349,11 +361,7 @@ impl TimeFlags {
                 KEEPALIVE.interval,
             )
             .min(MAX_KEEPALIVE),
-            probes: match u32::try_from(probes) {
-                Ok(0) | Err(_) => KEEPALIVE.probes,
-                // 127 is the kernel's limit for keepalive probes.
-                Ok(probes) => probes.min(127),
-            },
+            probes,
             ..KEEPALIVE
         };
         Limits {
@@ -365,13 +373,13 @@ impl TimeFlags {
                 "downstream",
                 self.downstream_tcp_keepalive_time,
                 self.downstream_tcp_keepalive_interval,
-                self.downstream_tcp_keepalive_probes,
+                downstream_probes,
             ),
             upstream_keepalive: keepalive(
                 "upstream",
                 self.upstream_tcp_keepalive_time,
                 self.upstream_tcp_keepalive_interval,
-                self.upstream_tcp_keepalive_probes,
+                upstream_probes,
             ),
         }
     }

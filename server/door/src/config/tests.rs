@@ -155,6 +155,21 @@ fn all_mistakes_are_reported_at_once() {
     );
 }
 
+#[test]
+fn negative_number_of_probes_is_refused() {
+    for side in ["downstream", "upstream"] {
+        let flag = format!("--{side}-tcp-keepalive-probes");
+        let problems = read(&[&format!("{flag}=-1")]).unwrap_err();
+        assert_eq!(problems, [format!("{flag} must be >= 0, got -1")]);
+        let many = read(&[&format!("{flag}=99999999999")]).unwrap().limits;
+        let keepalive = match side {
+            "downstream" => many.downstream_keepalive,
+            _ => many.upstream_keepalive,
+        };
+        assert_eq!(keepalive.probes, 127);
+    }
+}
+
 /// Returns the balancer's configuration for a valid command line.
 fn balancer(line: &[&str]) -> (BalancerConfig, Vec<String>) {
     let config = read(line).unwrap();
