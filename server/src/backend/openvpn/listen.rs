@@ -168,7 +168,7 @@ impl Tcp {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     #![allow(clippy::unwrap_used)]
 
     use std::net::IpAddr;
@@ -184,7 +184,8 @@ mod tests {
     use super::super::metrics::OpenvpnMetrics;
     use super::*;
 
-    fn tcp() -> Tcp {
+    /// Returns the settings of a server with a certificate of its own.
+    pub(in super::super) fn server_config(transport: Transport) -> ServerConfig {
         let key = KeyPair::generate().unwrap();
         let pem = CertificateParams::default()
             .self_signed(&key)
@@ -193,7 +194,11 @@ mod tests {
         let (pem, key) = (pem.as_bytes(), key.serialize_pem());
         let identity = Identity::from_pem(pem, key.as_bytes()).unwrap();
         let tls = ServerTls::new(pem, None, identity, MinVersion::Tls12, false).unwrap();
-        let config = ServerConfig::new(Transport::Tcp, Arc::new(tls));
+        ServerConfig::new(transport, Arc::new(tls))
+    }
+
+    fn tcp() -> Tcp {
+        let config = server_config(Transport::Tcp);
         let metrics = Arc::new(OpenvpnMetrics::new(&Registry::new(&[]).unwrap()));
         Tcp {
             clients: Clients::new(settings(), metrics),

@@ -260,6 +260,11 @@ impl Udp {
     /// Collects and sends packets. Returns true if there may be more to send now.
     fn send(&mut self, now: Moment, cx: &mut Context<'_>) -> bool {
         if self.socket.poll_flush(cx).is_pending() {
+            // Only this call runs the timers of the flows. Expired timers would end each wait at once.
+            let members = self.members.values_mut();
+            for streams in members.filter_map(|member| member.streams.as_mut()) {
+                streams.poll_output(now, &mut |_| false);
+            }
             return false;
         }
         loop {
@@ -330,5 +335,59 @@ impl Udp {
         }
         let growth = Growth::update(&mut self.reported, *self.hub.stats());
         self.clients.metrics.add_hub(&growth);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::io;
+
+    use culvert_openvpn::flows::Config;
+    use tokio::io::Interest;
+    use tokio::net::UdpSocket;
+
+    use super::super::clients::tests::World;
+    use super::super::listen::tests::server_config;
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn socket_that_is_not_writable_lets_the_task_sleep() {
+        let world = World::new(|_| {});
+        let socket = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+        let remote = socket.local_addr().unwrap();
+        // The kernel reports that the socket is writable again only after the socket was used.
+        socket.writable().await.unwrap();
+        let blocked = || Err::<(), _>(io::Error::from(io::ErrorKind::WouldBlock));
+        assert!(socket.try_io(Interest::WRITABLE, blocked).is_err());
+        let config = watch::Sender::new(Arc::new(server_config(Transport::Udp))).subscribe();
+        let (clients, kick) = (world.clients.clone(), CancellationToken::new());
+        let mut udp = Udp::new(Datagrams::new(socket).unwrap(), config, clients.clone(), 10);
+        udp.socket.out().extend_from_slice(b"x");
+        udp.socket.cut(remote, 0);
+        let streams = Streams::new(Config::default(), now());
+        let peer = streams.peer();
+        let member = Member {
+            client: Client::new(clients, remote, Transport::Udp, kick.clone(), None),
+            kick,
+            streams: Some(streams),
+            unsealed: 0,
+        };
+        udp.members.insert(PeerId(0), member);
+        let dial = async move {
+            peer.dial("172.25.3.4:10250".parse().unwrap())
+                .await
+                .map(drop)
+        };
+        let dial = tokio::spawn(dial);
+        tokio::task::yield_now().await;
+        for _ in 0..3 {
+            let turn = poll_fn(|cx| Poll::Ready(udp.poll_turn(cx))).await;
+            assert!(turn.is_pending() && !udp.socket.is_empty());
+            // The SYN is due again.
+            tokio::time::advance(std::time::Duration::from_secs(2)).await;
+        }
+        assert!(!dial.is_finished());
     }
 }
