@@ -69,7 +69,10 @@ impl Hub {
             (Opcode::HardResetClientV2, None, Some(0)) => self.answer(from, header.session, now),
             // The echo was lost. Clients before 2.6 repeat the echo only after another answer.
             (Opcode::ControlV1, None, Some(1)) => self.answer(from, header.session, now),
-            (Opcode::ControlV1 | Opcode::AckV1, Some(echoed), _) => {
+            // A later acknowledgement belongs to a session that was evicted: its TLS handshake cannot continue.
+            (Opcode::ControlV1 | Opcode::AckV1, Some(echoed), _)
+                if packet.acks.iter().all(|id| *id == 0) =>
+            {
                 if self.cookies.check(from.remote, header.session, echoed, now) {
                     self.wait(Start {
                         from,

@@ -396,6 +396,32 @@ fn new_half_open_session_displaces_the_oldest_half_open_session() {
 }
 
 #[test]
+fn evicted_client_that_continues_its_handshake_starts_no_session() {
+    let limits = Limits {
+        sessions: 10,
+        half_open: 1,
+    };
+    let mut net = Net::new(server_config(Transport::Udp), limits);
+    net.join(at(1, 1000), usual());
+    // The ServerHello arrives, and the client's answer is in flight.
+    net.run(4 * DELAY);
+    let answer = std::mem::take(&mut net.flying);
+    assert!(!answer.is_empty());
+    net.join(at(2, 1000), usual());
+    net.run(Duration::from_secs(1));
+    let established = net.established();
+    assert_eq!((established.len(), net.hub.stats().evicted), (1, 1));
+    assert_eq!(net.hub.stats().unknown, 0);
+    for (from, to, mut packet) in answer.into_values() {
+        net.deliver(from, to, &mut packet);
+    }
+    // The client sends its answer again.
+    net.run(Duration::from_secs(2));
+    assert!(net.hub.stats().unknown > 1, "{:?}", net.hub.stats());
+    assert!(net.hub.peers().eq(established));
+}
+
+#[test]
 fn full_hub_rejects_new_clients_and_keeps_established_sessions() {
     let limits = Limits {
         sessions: 3,
