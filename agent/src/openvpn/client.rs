@@ -32,7 +32,8 @@ use crate::files::{Files, Reloader};
 /// Pause after the first failure, and longest pause. The values are the defaults of OpenVPN 2.6.
 const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(300));
 
-/// Time limit for connecting to the server, or for resolving its name. The stock client waits 120 s.
+/// Time limit for connecting to the server, or for resolving its name, without `connect-timeout`. The stock
+/// client waits 120 s.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Shortest lifetime of a tunnel that counts as a success. A shorter tunnel counts as a failure, so pauses
@@ -191,6 +192,7 @@ impl Client {
         files::configure(common, End::Client, &mut config.common)?;
         let credentials = self.settings.credentials.as_ref();
         config.credentials = credentials.map(files::credentials).transpose()?;
+        config.connect_timeout = self.settings.connect_timeout;
         Ok(config)
     }
 }

@@ -280,7 +280,7 @@ fn write_port_closed(out: &mut Vec<u8>, from: SocketAddrV4, to: SocketAddrV4, pa
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
     use culvert_host::net::destinations::Destinations;
@@ -313,7 +313,8 @@ mod tests {
         assert_eq!(parse(&packet), None);
     }
 
-    fn datagrams() -> (Datagrams, Streams) {
+    /// Returns a tunnel to nodes on this machine, and the token that ends its agent.
+    pub(in super::super) fn tunnel() -> (Arc<Tunnel>, CancellationToken) {
         let limits = Limits {
             connection_bytes: 1,
             stall: Duration::from_secs(1),
@@ -326,8 +327,12 @@ mod tests {
             nodes: vec!["127.0.0.0/16".parse().unwrap()],
             ..NodeAccess::default()
         };
+        (Tunnel::new(agent, nodes), stop)
+    }
+
+    fn datagrams() -> (Datagrams, Streams) {
+        let (tunnel, stop) = tunnel();
         let flows = Streams::new(flows::Config::default(), now());
-        let tunnel = Tunnel::new(agent, nodes);
         let datagrams = Datagrams::new(tunnel, flows.peer(), 1500, stop);
         (datagrams, flows)
     }

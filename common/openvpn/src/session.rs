@@ -148,7 +148,12 @@ impl Session {
     pub fn client(config: Arc<ClientConfig>, now: Instant) -> Self {
         let first_retry = config.common.timers.tls_timeout;
         let own = SessionId::random(&mut rand::rng());
+        let limit = config.connect_timeout;
         let mut this = Self::new(Side::Client(config), own, now);
+        let deadline = this.clocks.deadline;
+        this.server.answer_by = limit
+            .and_then(|limit| now.checked_add(limit))
+            .map(|at| at.min(deadline));
         let reset = Negotiation::new(Role::Client, KeyId::FIRST, true, first_retry, now);
         this.current = Some(reset);
         this

@@ -1,6 +1,33 @@
 #![allow(clippy::unwrap_used)]
 
+use culvert_openvpn::tls::{MinVersion, ServerCheck};
+
+use super::super::udp::tests::tunnel;
 use super::*;
+
+/// A certificate of a CA; no server has a certificate of this CA.
+const CA: &[u8] = include_bytes!("../../../../common/openvpn/src/tls/tests/old-ca.pem");
+
+#[tokio::test(start_paused = true)]
+async fn connect_timeout_limits_the_wait_for_a_silent_server() {
+    let silent = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+    let port = silent.local_addr().unwrap().port().to_string();
+    let remote = Remote::new("127.0.0.1", Some(&port), None).unwrap();
+    let tls = ClientTls::new(CA, None, ServerCheck::default(), MinVersion::Tls12).unwrap();
+    let (tunnel, stop) = tunnel();
+    let mut client = Client {
+        tunnel,
+        settings: Settings::default(),
+        tls: Latest::fixed(Arc::new(tls)),
+    };
+    for (limit, expected) in [(Some(5), 5), (None, 60)] {
+        client.settings.connect_timeout = limit.map(Duration::from_secs);
+        let began = Instant::now();
+        let attempt = client.attempt(&remote, 0, &stop).await.unwrap();
+        assert_eq!(began.elapsed().as_secs(), expected);
+        assert!(attempt.next && attempt.lived.is_none(), "{}", attempt.text);
+    }
+}
 
 #[test]
 fn pauses_double_with_each_round() {

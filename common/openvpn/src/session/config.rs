@@ -132,6 +132,9 @@ pub struct ClientConfig {
     pub tls: Arc<ClientTls>,
     /// `auth-user-pass`: user name and password, at most 127 bytes each.
     pub credentials: Option<(String, String)>,
+    /// `connect-timeout`: time limit for the server's first answer, at most `hand-window`. `None` sets no other limit
+    /// than `hand-window`.
+    pub connect_timeout: Option<Duration>,
 }
 
 impl std::fmt::Debug for ClientConfig {
@@ -141,6 +144,7 @@ impl std::fmt::Debug for ClientConfig {
             .field("common", &self.common)
             .field("tls", &self.tls)
             .field("username", &username)
+            .field("connect_timeout", &self.connect_timeout)
             .finish()
     }
 }
@@ -152,6 +156,7 @@ impl ClientConfig {
             common: Common::new(transport),
             tls,
             credentials: None,
+            connect_timeout: None,
         }
     }
 }

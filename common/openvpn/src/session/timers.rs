@@ -141,7 +141,7 @@ impl Session {
             return if end.over { None } else { timeouts.min() };
         }
         let timeouts = if self.agreed.is_none() {
-            let deadline = Some(self.clocks.deadline);
+            let deadline = Some(self.deadline());
             [output, deadline, self.server.request_at, None, None, None]
         } else {
             let rekey = match &self.next {
@@ -153,6 +153,12 @@ impl Session {
             [output, rekey, ping, silent, old_key, self.clocks.expires_at]
         };
         timeouts.into_iter().flatten().min()
+    }
+
+    /// Returns the time at which the first negotiation is given up.
+    fn deadline(&self) -> Instant {
+        let answer_by = self.server.answer_by.filter(|_| self.ids.is_none());
+        answer_by.unwrap_or(self.clocks.deadline)
     }
 
     /// Returns the time at which a renegotiation is given up. A peer whose acknowledgements are lost sends with the
@@ -173,7 +179,7 @@ impl Session {
             return;
         }
         if self.agreed.is_none() {
-            if self.clocks.deadline <= now {
+            if self.deadline() <= now {
                 let stage = self.stage();
                 return self.end(Ended::HandshakeTimeout { stage }, now);
             }

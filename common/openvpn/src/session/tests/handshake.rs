@@ -457,3 +457,33 @@ fn disconnect_reports_the_progress_of_the_handshake() {
     );
     assert!(session.poll_event().is_none());
 }
+
+#[test]
+fn connect_timeout_limits_only_the_wait_for_the_first_answer() {
+    let mut config = client_config(Transport::Udp);
+    config.connect_timeout = Some(Duration::from_secs(5));
+    for is_silent in [true, false] {
+        let server = server_config(Transport::Udp);
+        let mut sim = Sim::new(config.clone(), server, CLEAN, 1);
+        let began = sim.now;
+        if !is_silent {
+            sim.run(3 * CLEAN.delay);
+        }
+        sim.net.loss = 1.0;
+        let hand_window = config.common.timers.hand_window;
+        for (until, is_over) in [
+            (Duration::from_secs(4), false),
+            (Duration::from_secs(6), is_silent),
+            (hand_window - Duration::from_secs(1), is_silent),
+            (hand_window + Duration::from_secs(1), true),
+        ] {
+            let lived = sim.now - began;
+            sim.run(until - lived);
+            let ended = sim.client.ended();
+            assert_eq!(
+                matches!(ended, Some(Ended::HandshakeTimeout { .. })),
+                is_over
+            );
+        }
+    }
+}
