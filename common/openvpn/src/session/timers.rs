@@ -9,9 +9,9 @@ use crate::negotiation::Negotiation;
 /// Number of successive failed renegotiations that ends the session.
 pub(super) const MAX_FAILURES: u8 = 3;
 
-/// Shortest time over UDP from the start of a renegotiation to another one that the peer starts. All clients of
-/// a UDP socket share one task, which would otherwise do any number of TLS handshakes for one of them. A refused
-/// peer repeats its SOFT_RESET after `tls-timeout`.
+/// Shortest time from the start of a renegotiation to another one that the peer starts. Other clients share the thread,
+/// and over UDP the task, which would otherwise do any number of TLS handshakes for one client. A refused peer repeats
+/// its SOFT_RESET after `tls-timeout`.
 const PEER_PAUSE: Duration = Duration::from_secs(1);
 
 impl Timers {
@@ -114,9 +114,8 @@ impl Clocks {
 impl Session {
     /// Returns true if the peer may start a renegotiation now.
     pub(super) fn permits_renegotiation(&self, now: Instant) -> bool {
-        let limited = self.side.common().transport == Transport::Udp;
         let last = self.clocks.renegotiated_at;
-        !limited || last.is_none_or(|at| now >= at + PEER_PAUSE)
+        last.is_none_or(|at| now >= at + PEER_PAUSE)
     }
 
     /// Schedules the renegotiation and the expiry of a new key.
