@@ -62,8 +62,8 @@ struct Client {
     program: String,
     iroutes: Vec<Ipv4Net>,
     address: Ipv4Addr,
-    /// True if the address is from the pool, and not from the client's file.
-    is_dynamic: bool,
+    /// Lease of the address, which ends when the client is removed.
+    lease: Lease,
     /// Interval at which the client was told to send pings.
     ping: Option<Duration>,
     silence: Arc<Silence>,
@@ -88,7 +88,6 @@ pub(super) struct Admission {
     /// Detection of a client that no longer answers.
     pub silence: Arc<Silence>,
     clients: Arc<Clients>,
-    _lease: Lease,
 }
 
 /// Refusal of a client.
@@ -206,20 +205,17 @@ impl Clients {
         }
         // Replaced clients still have their addresses for a moment.
         let replaced = || state.clients.values().rev().filter(others);
-        // Another client may have leased the address of a replaced client whose successor has ended.
-        let is_free = |address| {
-            let mut clients = state.clients.values();
-            clients.all(|other| other.address != address || other.name == name)
-        };
-        let has_address = |other: &&Client| other.is_dynamic && is_free(other.address);
-        let dynamic = || match replaced().find(has_address) {
+        let dynamic = || match replaced().find(|other| other.lease.is_dynamic) {
             Some(other) => Ok(self.pool.take_over(other.address)),
             None => self.pool.lease(),
         };
+        // An old connection of the client may not have ended yet, also with duplicate-cn.
+        let has_own = |own| {
+            let mut holders = state.clients.values().filter(|other| other.address == own);
+            holders.next().is_some_and(|other| other.name == name)
+        };
         let lease = match file.address {
-            Some((own, second)) if is_free(own) && replaced().any(|other| other.address == own) => {
-                Ok(self.pool.take_over_static(own, second))
-            }
+            Some((own, second)) if has_own(own) => Ok(self.pool.take_over_static(own, second)),
             Some((own, second)) => self.pool.lease_static(own, second).or_else(|error| {
                 warn!(
                     client = name,
@@ -260,7 +256,7 @@ impl Clients {
             program,
             iroutes: file.iroutes.clone(),
             address,
-            is_dynamic: lease.is_dynamic,
+            lease,
             ping: push::ping(&push),
             silence: silence.clone(),
             kick,
@@ -276,7 +272,6 @@ impl Clients {
             name,
             silence,
             clients: self.clone(),
-            _lease: lease,
         })
     }
 

@@ -1,6 +1,6 @@
 //! The addresses of the VPN's network, and the options that push an address to a client.
 //!
-//! [`Pool`] owns the leases. Dropping a lease frees its address.
+//! [`Pool`] counts the leases. Dropping the last lease of an address frees the address.
 
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
@@ -15,14 +15,8 @@ use parking_lot::Mutex;
 pub(super) struct Pool {
     network: Ipv4Net,
     topology: Topology,
-    taken: Mutex<Taken>,
-}
-
-#[derive(Debug, Default)]
-struct Taken {
-    last: u64,
-    /// Serial number of the current lease, by address.
-    by: BTreeMap<Ipv4Addr, u64>,
+    /// Number of leases of each address in use.
+    taken: Mutex<BTreeMap<Ipv4Addr, usize>>,
 }
 
 /// Lease of an address.
@@ -34,7 +28,6 @@ pub(super) struct Lease {
     pub second: Ipv4Addr,
     /// True for an address that the pool has chosen, false for an address from a client's file.
     pub is_dynamic: bool,
-    serial: u64,
     pool: Arc<Pool>,
 }
 
@@ -103,25 +96,23 @@ impl Pool {
         let mut taken = self.taken.lock();
         let (address, second) = self
             .candidates()
-            .find(|(address, _)| !taken.by.contains_key(address))
+            .find(|(address, _)| !taken.contains_key(address))
             .ok_or(NoAddress::Exhausted(self.network))?;
         Ok(self.take(&mut taken, address, second, true))
     }
 
     fn take(
         self: &Arc<Self>,
-        taken: &mut Taken,
+        taken: &mut BTreeMap<Ipv4Addr, usize>,
         address: Ipv4Addr,
         second: Ipv4Addr,
         is_dynamic: bool,
     ) -> Lease {
-        taken.last += 1;
-        taken.by.insert(address, taken.last);
+        *taken.entry(address).or_default() += 1;
         Lease {
             address,
             second,
             is_dynamic,
-            serial: taken.last,
             pool: self.clone(),
         }
     }
@@ -136,22 +127,21 @@ impl Pool {
         second: Option<Ipv4Addr>,
     ) -> Result<Lease, NoAddress> {
         let mut taken = self.taken.lock();
-        if address == self.server() || taken.by.contains_key(&address) {
+        if address == self.server() || taken.contains_key(&address) {
             return Err(NoAddress::Taken(address));
         }
         let second = second.unwrap_or_else(|| self.second(address));
         Ok(self.take(&mut taken, address, second, false))
     }
 
-    /// Leases the address of a dynamic lease that still exists. The address stays in use when the older lease is
-    /// dropped.
+    /// Leases the address of a dynamic lease that still exists. The address stays in use until both are dropped.
     pub(super) fn take_over(self: &Arc<Self>, address: Ipv4Addr) -> Lease {
         let second = self.second(address);
         self.take(&mut self.taken.lock(), address, second, true)
     }
 
-    /// Leases the address that a client's file specifies even if an older lease of the address exists. The address
-    /// stays in use when the older lease is dropped.
+    /// Leases the address that a client's file specifies even if older leases of the address exist. The address stays
+    /// in use until all are dropped.
     pub(super) fn take_over_static(
         self: &Arc<Self>,
         address: Ipv4Addr,
@@ -182,8 +172,11 @@ impl Lease {
 impl Drop for Lease {
     fn drop(&mut self) {
         let mut taken = self.pool.taken.lock();
-        if taken.by.get(&self.address) == Some(&self.serial) {
-            taken.by.remove(&self.address);
+        if let Some(leases) = taken.get_mut(&self.address) {
+            *leases -= 1;
+            if *leases == 0 {
+                taken.remove(&self.address);
+            }
         }
     }
 }

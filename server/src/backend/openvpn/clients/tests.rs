@@ -220,9 +220,33 @@ async fn client_files_decide_admission_and_address() {
             .push
             .contains(&"ifconfig 10.20.0.42 10.20.0.41".to_owned())
     );
-    // While the first client is connected, the second client gets another address.
-    let again = world.connect("fixed");
-    assert_eq!(again.admission.address.to_string(), "10.20.0.6");
+    // Another client with this address gets an address of the pool.
+    world.file("greedy", "ifconfig-push 10.20.0.42 10.20.0.41\n");
+    let greedy = world.connect("greedy");
+    assert_eq!(greedy.admission.address.to_string(), "10.20.0.6");
+}
+
+#[tokio::test]
+async fn connections_of_one_name_share_the_address_of_their_file() {
+    let world = World::new(|settings| {
+        assert!(settings.server.duplicate_cn);
+        settings.network = "10.20.0.0/28".parse().unwrap();
+    });
+    world.file("fixed", "ifconfig-push 10.20.0.6 10.20.0.5\n");
+    let old = world.connect("fixed");
+    let new = world.connect("fixed");
+    for client in [&old, &new] {
+        assert_eq!(client.admission.address.to_string(), "10.20.0.6");
+        assert!(!client.kick.is_cancelled());
+    }
+    assert_eq!(world.way("10.20.0.6"), Some(new.admission.id));
+    // The address belongs to the older connection until it ends, too.
+    drop(new);
+    assert_eq!(world.way("10.20.0.6"), Some(old.admission.id));
+    let other = world.connect("other");
+    assert_eq!(other.admission.address.to_string(), "10.20.0.10");
+    drop(old);
+    assert!(world.admit("late").is_ok());
 }
 
 #[tokio::test]
@@ -251,9 +275,9 @@ async fn address_of_another_client_is_not_taken_over() {
     let second = world.connect("a");
     drop(second);
     let other = world.connect("b");
-    assert_eq!(other.admission.address, first.admission.address);
+    assert_ne!(other.admission.address, first.admission.address);
     let third = world.connect("a");
-    assert_ne!(other.admission.address, third.admission.address);
+    assert_eq!(third.admission.address, first.admission.address);
 }
 
 #[tokio::test]
