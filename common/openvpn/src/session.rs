@@ -392,6 +392,7 @@ impl Session {
     /// Ends the session. Only the first call has an effect.
     fn end(&mut self, reason: Ended, now: Instant) {
         if self.ended.is_none() {
+            self.stats.rekeys_failed += u64::from(reason.is_failure() && self.next.is_some());
             self.ended = Some(End {
                 until: now + LINGER,
                 // Without the peer's session id there is no peer to notify.

@@ -144,6 +144,16 @@ pub enum Ended {
     Protocol(String),
 }
 
+impl Ended {
+    /// Returns true if a negotiation or a check of the peer failed, or if the peer violated the protocol.
+    pub fn is_failure(&self) -> bool {
+        matches!(
+            self,
+            Self::Tls(_) | Self::Protocol(_) | Self::HandshakeTimeout { .. } | Self::Rejected(_)
+        )
+    }
+}
+
 fn during(stage: Option<&str>) -> String {
     stage.map_or_else(String::new, |stage| {
         format!(" during the handshake: {stage}")

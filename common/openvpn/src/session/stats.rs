@@ -57,7 +57,7 @@ pub struct Stats {
     pub bytes_out: u64,
     /// Renegotiations that succeeded.
     pub rekeys: u64,
-    /// Renegotiations that failed; the old keys stayed in use.
+    /// Renegotiations that failed: the old keys stayed in use, or the session ended.
     pub rekeys_failed: u64,
     /// See [`Dropped::Malformed`].
     pub malformed: u64,

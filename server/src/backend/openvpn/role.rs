@@ -156,7 +156,12 @@ impl Client {
     fn ended(&mut self, ended: &Ended) {
         let remote = self.remote;
         if self.established {
-            info!(client = self.name(), %remote, reason = %ended, "OpenVPN client disconnected");
+            let client = self.name();
+            if ended.is_failure() {
+                warn!(client, %remote, reason = %ended, "OpenVPN client disconnected");
+            } else {
+                info!(client, %remote, reason = %ended, "OpenVPN client disconnected");
+            }
             return;
         }
         let outcome = match ended {

@@ -229,6 +229,7 @@ fn another_certificate_or_user_in_a_renegotiation_is_refused() {
                 panic!("{:?}", sim.server.events)
             };
             assert!(reason.contains("same"), "{reason}");
+            assert_eq!(sim.server.session.stats().rekeys_failed, 1);
             assert!(matches!(sim.client.ended(), Some(Ended::AuthFailed { .. })));
             assert!(!sim.send(To::Client, &[0x45; 20]));
         }
@@ -293,6 +294,40 @@ fn failed_renegotiation_is_tried_again_over_udp() {
     assert_eq!(sim.traffic(100, Duration::from_millis(10)), 0);
     sim.run(Duration::from_secs(1));
     assert_eq!((sim.client.inner.len(), sim.server.inner.len()), (100, 100));
+}
+
+#[test]
+fn renegotiation_that_ends_the_session_counts_as_failed() {
+    // Over TCP the session of a client that finishes no renegotiation ends.
+    let mut sim = every(Transport::Tcp, 0, 0);
+    sim.connect();
+    let session = &mut sim.server.session;
+    session.clocks.ping_restart_for_test(None);
+    session.renegotiate(true, sim.now);
+    let late = sim.now + Duration::from_secs(60);
+    session.handle_timeout(late);
+    sim.settle();
+    let ended = sim.server.ended();
+    assert!(
+        matches!(ended, Some(Ended::HandshakeTimeout { .. })),
+        "{ended:?}"
+    );
+    assert_eq!(sim.server.session.stats().rekeys_failed, 1);
+
+    // Over both transports a refused certificate ends the session.
+    for transport in BOTH {
+        let mut sim = every(transport, 0, 0);
+        sim.connect();
+        let (ca, identity) = (Pki::named("new CA").ca(), PKI.server().identity());
+        let tls = ServerTls::new(ca.as_bytes(), None, identity, MinVersion::Tls12, false);
+        let config = ServerConfig::new(transport, Arc::new(tls.unwrap()));
+        sim.server.session.set_config(Arc::new(config));
+        sim.client.session.clocks.renegotiate_at = Some(sim.now);
+        sim.run(Duration::from_secs(5));
+        let ended = sim.server.ended();
+        assert!(matches!(ended, Some(Ended::Tls(_))), "{ended:?}");
+        assert_eq!(sim.server.session.stats().rekeys_failed, 1);
+    }
 }
 
 #[test]
