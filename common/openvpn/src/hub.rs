@@ -25,7 +25,7 @@ use bytes::{Bytes, BytesMut};
 
 use crate::packet::{ControlHeader, DataHeader, SessionId};
 use crate::rate::RateLimit;
-use crate::session::{Ended, Event, SealError, ServerConfig, Session};
+use crate::session::{Ended, Event, SealError, ServerConfig, Session, Stats};
 
 use admission::{BURST, RATE, Start};
 use cookie::Cookies;
@@ -118,6 +118,8 @@ pub struct Hub {
     ready: VecDeque<PeerId>,
     answers: VecDeque<(Path, Bytes)>,
     events: VecDeque<(PeerId, Event)>,
+    /// Last counters of dropped sessions whose end is in `events`.
+    dropped: HashMap<PeerId, Stats>,
     stats: HubStats,
 }
 
@@ -143,6 +145,7 @@ impl Hub {
             ready: VecDeque::new(),
             answers: VecDeque::new(),
             events: VecDeque::new(),
+            dropped: HashMap::new(),
             stats: HubStats::default(),
         }
     }
@@ -267,11 +270,11 @@ impl Hub {
 
     /// Drops a session in favor of another. Reports the end unless the session had already ended.
     fn drop_session(&mut self, peer: PeerId, reason: Ended) {
-        let ended = self
-            .entry(peer)
-            .is_none_or(|entry| entry.session.is_ended());
+        let session = self.session(peer).filter(|session| !session.is_ended());
+        let stats = session.map(|session| *session.stats());
         self.remove(peer);
-        if !ended {
+        if let Some(stats) = stats {
+            self.dropped.insert(peer, stats);
             self.events.push_back((peer, Event::Ended(reason)));
         }
     }
@@ -392,7 +395,11 @@ impl Hub {
     /// Returns the next event of any session. After [`Event::Ended`] the hub sends the session's last packets
     /// and removes the session.
     pub fn poll_event(&mut self) -> Option<(PeerId, Event)> {
-        self.events.pop_front()
+        let event = self.events.pop_front();
+        if event.is_none() {
+            self.dropped.clear();
+        }
+        event
     }
 
     /// Returns when to call [`Hub::handle_timeout`]; may be in the past.
@@ -453,7 +460,14 @@ impl Hub {
         Some(result)
     }
 
-    /// Returns the session, for its counters.
+    /// Returns the counters of a session. The counters of a session that was dropped in favor of another are available
+    /// until [`Hub::poll_event`] returns `None`.
+    pub fn session_stats(&self, peer: PeerId) -> Option<&Stats> {
+        let current = self.session(peer).map(Session::stats);
+        current.or_else(|| self.dropped.get(&peer))
+    }
+
+    /// Returns the session.
     pub fn session(&self, peer: PeerId) -> Option<&Session> {
         self.get(peer).map(|entry| &entry.session)
     }

@@ -28,6 +28,8 @@ struct Net {
     /// Address of the server that all clients use.
     local: Option<IpAddr>,
     events: Vec<(PeerId, Event)>,
+    /// Counters of each session at its end.
+    last: BTreeMap<PeerId, Stats>,
     inner: Vec<(PeerId, Vec<u8>)>,
     flying: BTreeMap<(Instant, u64), (SocketAddr, SocketAddr, Vec<u8>)>,
     serial: u64,
@@ -51,6 +53,7 @@ impl Net {
             clients: Vec::new(),
             local: None,
             events: Vec::new(),
+            last: BTreeMap::new(),
             inner: Vec::new(),
             flying: BTreeMap::new(),
             serial: 0,
@@ -86,6 +89,10 @@ impl Net {
                 if matches!(event, Event::Authenticated(_)) {
                     let accept = |session: &mut Session| session.accept(push(), self.now).unwrap();
                     self.hub.with(peer, self.now, accept);
+                }
+                if matches!(event, Event::Ended(_)) {
+                    self.last
+                        .extend(self.hub.session_stats(peer).map(|stats| (peer, *stats)));
                 }
                 self.events.push((peer, event));
             }
@@ -461,6 +468,8 @@ fn restarted_client_replaces_its_old_session_once_established() {
     net.join(at(1, 1000), usual());
     net.run(Duration::from_secs(1));
     assert_eq!(net.ended(old), Some(&Ended::Replaced));
+    assert_eq!(net.last[&old].packets_in, 1);
+    assert!(net.hub.dropped.is_empty());
     assert_eq!(net.established().len(), 2);
     net.run(Duration::from_secs(10));
     assert_eq!(net.hub.peers().count(), 1);

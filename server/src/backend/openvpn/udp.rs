@@ -213,9 +213,9 @@ impl Udp {
                 other => member.client.note(other),
             }
             if matches!(event, Event::Ended(_)) {
-                if let Some(session) = self.hub.session(peer) {
+                if let Some(stats) = self.hub.session_stats(peer) {
                     let (streams, unsealed) = (member.streams.as_ref(), member.unsealed);
-                    member.client.report(session.stats(), streams, unsealed);
+                    member.client.report(stats, streams, unsealed);
                 }
                 self.members.remove(&peer);
             }
@@ -328,9 +328,9 @@ impl Udp {
 
     fn report(&mut self) {
         for (peer, member) in &mut self.members {
-            if let Some(session) = self.hub.session(*peer) {
+            if let Some(stats) = self.hub.session_stats(*peer) {
                 let (streams, unsealed) = (member.streams.as_ref(), member.unsealed);
-                member.client.report(session.stats(), streams, unsealed);
+                member.client.report(stats, streams, unsealed);
             }
         }
         let growth = Growth::update(&mut self.reported, *self.hub.stats());
