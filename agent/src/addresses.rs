@@ -30,13 +30,12 @@ struct Record {
     last: u64,
 }
 
-/// Use of an address by an attempt, and then by the connected server, until dropped. An attempt that ends without
-/// [`Via::prove`] marks its addresses as failed.
+/// Use of an address by an attempt, and then by the connected server, until dropped. An attempt that is dropped without
+/// [`Via::ended`], because another attempt was faster, changes nothing else.
 pub(crate) struct Via {
     addresses: Arc<Addresses>,
     /// Addresses in the order to dial. The first address is in use.
     order: Vec<SocketAddr>,
-    proven: bool,
 }
 
 // === impl Addresses ===
@@ -63,7 +62,6 @@ impl Addresses {
         Via {
             addresses: self.clone(),
             order: found,
-            proven: false,
         }
     }
 }
@@ -93,12 +91,13 @@ impl Via {
         self.order.truncate(1);
     }
 
-    /// Records that a server answered at the address.
-    pub(crate) fn prove(&mut self) {
-        self.proven = true;
-        if let Some(address) = self.order.first() {
-            let mut table = self.addresses.table.lock();
-            table.records.entry(*address).or_default().failed = false;
+    /// Records the end of the attempt: a server answered at the address, or the attempt failed. Before
+    /// [`Via::reached`], all addresses have failed.
+    pub(crate) fn ended(&mut self, is_answered: bool) {
+        let count = if is_answered { 1 } else { self.order.len() };
+        let mut table = self.addresses.table.lock();
+        for address in self.order.iter().take(count) {
+            table.records.entry(*address).or_default().failed = !is_answered;
         }
     }
 }
@@ -108,11 +107,6 @@ impl Drop for Via {
         let mut table = self.addresses.table.lock();
         if let Some(address) = self.order.first() {
             table.release(address);
-        }
-        if !self.proven {
-            for address in &self.order {
-                table.records.entry(*address).or_default().failed = true;
-            }
         }
     }
 }
@@ -145,7 +139,7 @@ mod tests {
         let mut via = addresses.begin(found);
         let first = via.order()[0];
         via.reached(first);
-        via.prove();
+        via.ended(true);
         via
     }
 
@@ -181,9 +175,7 @@ mod tests {
             let mut via = addresses.begin(found.clone());
             let first = via.order()[0];
             via.reached(first);
-            if first == address(1) {
-                via.prove();
-            }
+            via.ended(first == address(1));
             first
         });
         let firsts: Vec<_> = firsts.collect();
@@ -194,12 +186,32 @@ mod tests {
     }
 
     #[test]
+    fn attempts_without_an_outcome_change_no_order() {
+        let addresses = Arc::new(Addresses::default());
+        let found = vec![address(1), address(2)];
+        let _held = connect(&addresses, vec![address(2)]);
+        let mut reached = addresses.begin(found.clone());
+        let order = reached.order().to_vec();
+        assert_eq!(order, found);
+        reached.reached(address(1));
+        drop(reached);
+        drop(addresses.begin(found.clone()));
+        assert_eq!(addresses.begin(found.clone()).order(), order);
+        // A failed address counts as used, and the other address is next.
+        let mut failed = addresses.begin(found.clone());
+        failed.reached(address(1));
+        failed.ended(false);
+        drop(failed);
+        assert_eq!(addresses.begin(found).order(), [address(2), address(1)]);
+    }
+
+    #[test]
     fn address_after_a_dead_one_is_in_use() {
         let addresses = Arc::new(Addresses::default());
         let mut via = addresses.begin(three());
         let [dead, works] = [via.order()[0], via.order()[1]];
         via.reached(works);
-        via.prove();
+        via.ended(true);
         assert_eq!(via.order(), [works]);
         let table = addresses.table.lock();
         assert!(table.records[&dead].failed && table.records[&dead].users == 0);

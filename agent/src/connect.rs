@@ -190,15 +190,16 @@ impl Connector {
         let (tcp, mut via) = self.tcp(deadline).await?;
         let congestion = congestion(&tcp);
         let origin = self.quic_origin(&tcp, via.as_ref());
-        let tls = self.handshake(tcp, deadline).await?;
-        let answer = {
+        let answer = async {
+            let tls = self.handshake(tcp, deadline).await?;
             let _unanswered = unanswered.clone();
             self.greet(tls, metadata, &connected, deadline).await
         };
-        let mut reached = answer?;
+        let answer = answer.await;
         if let Some(via) = &mut via {
-            via.prove();
+            via.ended(answer.is_ok());
         }
+        let mut reached = answer?;
         if let Reached::New(connected) = &mut reached {
             connected.via = via;
             connected.congestion = congestion;
@@ -337,7 +338,8 @@ impl Connector {
         let found = dial::lookup("tcp", host, port, until(deadline)).await;
         let found = found.map_err(|error| ConnectError::Unreachable(error.text))?;
         let mut via = self.addresses.begin(found);
-        let stream = dial_direct(via.order().to_vec(), deadline).await?;
+        let stream = dial_direct(via.order().to_vec(), deadline).await;
+        let stream = stream.inspect_err(|_| via.ended(false))?;
         if let Ok(address) = stream.peer_addr() {
             via.reached(address);
         }

@@ -201,34 +201,37 @@ async fn attempt(
     let congestion = congestion(&tcp);
     let socket = link.socket.as_ref();
     let socket = socket.and_then(|_| tcp.as_fd().try_clone_to_owned().ok());
-    let mut tls = connector.handshake(tcp, deadline).await?;
-    let Some(binding) = tls::export(tls.get_ref().1, EXPORTER_LABEL) else {
-        // Not a server that could have given the ticket.
-        return Ok(Reached::Other);
+    let answered = async {
+        let mut tls = connector.handshake(tcp, deadline).await?;
+        let binding = tls::export(tls.get_ref().1, EXPORTER_LABEL);
+        let Some(binding) = binding.filter(|_| connector.is_native(&tls)) else {
+            // Not a server that could have given the ticket.
+            return Ok((tls, ResumeAnswer::Other));
+        };
+        let _turn = timeout_at(deadline.min(Instant::now() + TURN), turn.acquire()).await;
+        // A request replaces the connection of an earlier request, so no request is sent too late for its answer.
+        if Instant::now() >= deadline {
+            return Err(ConnectError::TimedOut(
+                "waiting for an earlier request to resume",
+            ));
+        }
+        let mut headers = metadata.into_headers();
+        hello::add_connected(&mut headers, &connected);
+        if let Some(process) = connector.process() {
+            process.add_to(&mut headers);
+        }
+        let received = link.session.received();
+        resume::add_request(&mut headers, &link.ticket, server_id, &binding, received);
+        let answered = timeout_at(deadline, resume::resume(&mut tls, &headers)).await;
+        let answer =
+            answered.map_err(|_| ConnectError::TimedOut("waiting for the server's answer"))??;
+        Ok((tls, answer))
     };
-    if !connector.is_native(&tls) {
-        return Ok(Reached::Other);
-    }
-    let _turn = timeout_at(deadline.min(Instant::now() + TURN), turn.acquire()).await;
-    // A request replaces the connection of an earlier request, so no request is sent too late for its answer.
-    if Instant::now() >= deadline {
-        return Err(ConnectError::TimedOut(
-            "waiting for an earlier request to resume",
-        ));
-    }
-    let mut headers = metadata.into_headers();
-    hello::add_connected(&mut headers, &connected);
-    if let Some(process) = connector.process() {
-        process.add_to(&mut headers);
-    }
-    let received = link.session.received();
-    resume::add_request(&mut headers, &link.ticket, server_id, &binding, received);
-    let answered = timeout_at(deadline, resume::resume(&mut tls, &headers)).await;
-    let answer =
-        answered.map_err(|_| ConnectError::TimedOut("waiting for the server's answer"))??;
+    let answered = answered.await;
     if let Some(via) = &mut via {
-        via.prove();
+        via.ended(answered.is_ok());
     }
+    let (tls, answer) = answered?;
     Ok(match answer {
         ResumeAnswer::Resumed(positions) => Reached::Resumed {
             attached: Box::new(Attached {
