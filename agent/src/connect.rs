@@ -388,6 +388,7 @@ impl Connector {
                     session,
                     ticket,
                     socket: None,
+                    answered: Arc::default(),
                 };
                 let stream = MaybeResumable::Resumable(Box::new(stream));
                 (stream, Some(link))

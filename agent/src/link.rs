@@ -34,6 +34,8 @@ pub(crate) struct ResumableLink {
     pub ticket: Ticket,
     /// Socket of the link's TCP connection, which the second link reads; `None` without a second link.
     pub socket: Option<SharedSocket>,
+    /// Signals each answer of the server to the search.
+    pub answered: Arc<Notify>,
 }
 
 /// Socket of the TCP connection to a server, for its counters.

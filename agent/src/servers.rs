@@ -25,7 +25,7 @@ use crate::metrics::{AttemptOutcome, ResumeOutcome, ServerDirection};
 use crate::native::{NativeServer, Notices};
 use crate::packet::ServerStream;
 use crate::path::Cuts;
-use crate::resume::keep;
+use crate::resume::{Known, keep};
 use crate::search::{Outcome, Policy, Search, Step, Unanswered, View};
 use crate::server_count::ServerCount;
 
@@ -49,6 +49,8 @@ struct Server {
     pushes: bool,
     /// Handle of a link that may resume.
     session: Option<Arc<Session<Tls>>>,
+    /// Signals each answer to the search, for the attempts to resume the link.
+    answered: Arc<Notify>,
     /// Socket of the link, which knows the QUIC link; `None` if the server offers no QUIC.
     socket: Option<SharedSocket>,
     /// Address of the server, if known.
@@ -97,6 +99,12 @@ impl Server {
                 .socket
                 .as_ref()
                 .is_some_and(|socket| socket.lock().has_quic())
+    }
+
+    /// Accounts for an answer to the search.
+    fn answered(&mut self, server_count: i64, pushes_count: bool) {
+        (self.count, self.pushes) = (server_count, pushes_count);
+        self.answered.notify_waiters();
     }
 
     /// Returns the announced number of servers.
@@ -159,6 +167,20 @@ impl Servers {
         self.table.lock().keys().cloned().collect()
     }
 
+    /// Returns the servers, for an attempt to resume the link to one of them.
+    fn known(&self, server_id: &str) -> Known {
+        let table = self.table.lock();
+        let announced = table.values().map(Server::announced).max();
+        let announced = announced.and_then(|count| usize::try_from(count).ok());
+        Known {
+            ids: table.keys().cloned().collect(),
+            count: announced.unwrap_or(0).max(table.len()),
+            has_other: table
+                .iter()
+                .any(|(id, server)| id != server_id && !server.is_away()),
+        }
+    }
+
     /// Stores the largest number that a connected server announces, and returns the view of the search. While servers
     /// are replaced, a smaller number may be stale. Servers that drain or are away may be lost soon, and their numbers do
     /// not count.
@@ -215,7 +237,7 @@ impl Servers {
         let run = {
             let mut table = self.table.lock();
             if let Some(server) = table.get_mut(&server_id) {
-                (server.count, server.pushes) = (server_count, pushes_count);
+                server.answered(server_count, pushes_count);
                 self.leave(transport);
                 return Outcome::Duplicate;
             }
@@ -227,7 +249,7 @@ impl Servers {
                 let span = info_span!("server", id = server_id);
                 agent.tasks.spawn(run.instrument(span));
             }
-            let mut session = None;
+            let (mut session, mut answered) = (None, Arc::default());
             let (stream, run) = match transport {
                 Transport::Packet {
                     half_close,
@@ -245,7 +267,10 @@ impl Servers {
                     link,
                 } => {
                     let server = NativeServer::new(agent, inbound, ended);
-                    session = link.as_ref().map(|link| link.session.clone());
+                    if let Some(link) = &link {
+                        session = Some(link.session.clone());
+                        answered = link.answered.clone();
+                    }
                     let link = link.map(|link| (connector.clone(), server_id.clone(), link));
                     let run = self.clone().run_native(server.clone(), *taker, link);
                     (Stream::Native(server), Either::Right(run))
@@ -256,6 +281,7 @@ impl Servers {
                 count: server_count,
                 pushes: pushes_count,
                 session,
+                answered,
                 socket,
                 via,
             };
@@ -327,7 +353,7 @@ impl Servers {
                 return std::future::pending().await;
             };
             let moved = |via| self.moved(id, via);
-            keep(connector, id, link, || self.ids(), moved).await
+            keep(connector, id, link, || self.known(id), moved).await
         };
         let session = link.as_ref().map(|(.., link)| link.session.clone());
         let mut absence = Absence::new(&self.agent.metrics);
@@ -367,7 +393,7 @@ impl Servers {
     /// Accounts for an answer of a connected server.
     fn duplicate(&self, server_id: &str, server_count: i64, pushes_count: bool) -> Outcome {
         if let Some(server) = self.table.lock().get_mut(server_id) {
-            (server.count, server.pushes) = (server_count, pushes_count);
+            server.answered(server_count, pushes_count);
         }
         Outcome::Duplicate
     }

@@ -35,6 +35,7 @@ fn connect(servers: &Servers, id: &str) {
         count: 1,
         pushes: false,
         session: None,
+        answered: Arc::default(),
         socket: None,
         via: None,
     };
@@ -124,4 +125,26 @@ fn answer_of_a_connected_server_ends_no_outage_of_another() {
     assert!(is_over(Outcome::Duplicate, view(3)));
     assert!(is_over(Outcome::Added, view(2)));
     assert!(!is_over(Outcome::Failed, view(3)));
+}
+
+#[test]
+fn attempts_to_resume_learn_of_the_servers_and_of_the_answers_to_the_search() {
+    let servers = connected_to("a");
+    let known = |id| {
+        let known = servers.known(id);
+        (known.ids.len(), known.count, known.has_other)
+    };
+    assert_eq!(known("a"), (1, 1, false));
+    servers.duplicate("a", 3, true);
+    assert_eq!(known("a"), (1, 3, false));
+    connect(&servers, "b");
+    assert_eq!(known("a"), (2, 3, true));
+    let link = servers.table.lock().get("a").map(|a| a.answered.clone());
+    let link = link.unwrap();
+    let mut answered = std::pin::pin!(link.notified());
+    assert!(!answered.as_mut().enable());
+    servers.duplicate("b", 3, true);
+    assert!(!answered.as_mut().enable());
+    servers.duplicate("a", 3, true);
+    assert!(answered.enable());
 }
