@@ -167,7 +167,7 @@ impl Bound {
             destinations,
         };
         let router = Router::new(konnectivity, clients, limits, metrics.clone());
-        let start = Start::read(config.switch.clone())?;
+        let start = Start::load(config.switch.clone()).await?;
         let (mut switcher, driver) = driver::start(start, router.clone(), metrics.clone())?;
         let agent = admin::bind(
             &agent_files.bind.host,

@@ -1,13 +1,21 @@
 //! Files that are watched for changes. Kubernetes replaces a mounted ConfigMap or Secret by changing a
 //! symbolic link; editors write in place. Both changes are noticed. New content counts once two checks have read
-//! the same content, so partly written files, and files from two states of a Secret, are not used.
+//! the same content, so partly written files, and files from two states of a Secret, are not used. A file system over the
+//! network may never answer, so programs read files by [`read_in_background`].
 
+use std::fmt::Display;
+use std::future::pending;
 use std::io::{self, Read as _};
 use std::os::unix::fs::MetadataExt as _;
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use tokio::time::Instant;
+use tokio::task::spawn_blocking;
+use tokio::time::{Instant, timeout};
+
+/// Time of a read after which the operator is warned.
+pub const SLOW_READ: Duration = Duration::from_secs(30);
 
 /// Time after the last change during which a file is read even if its time stamp is unchanged: two changes
 /// within one tick of the file system's clock have the same time stamp. For a time stamp in the future, the time since
@@ -92,6 +100,33 @@ struct Stamp {
     modified: SystemTime,
     length: u64,
     inode: u64,
+}
+
+/// Runs a function that reads files on a thread of its own, and calls `is_slow` if the function takes longer than
+/// [`SLOW_READ`]. Returns the result once the function ends, and true if it was slow.
+pub async fn read_in_background<T: Send + 'static>(
+    read: impl FnOnce() -> T + Send + 'static,
+    is_slow: impl FnOnce(),
+) -> (T, bool) {
+    let mut reading = spawn_blocking(read);
+    let (ended, was_slow) = match timeout(SLOW_READ, &mut reading).await {
+        Ok(ended) => (ended, false),
+        Err(_) => {
+            is_slow();
+            (reading.await, true)
+        }
+    };
+    match ended {
+        Ok(value) => (value, was_slow),
+        Err(error) if error.is_panic() => resume_unwind(error.into_panic()),
+        // The runtime ends.
+        Err(_) => pending().await,
+    }
+}
+
+/// Returns the reason and the remedy for files that are not read within [`SLOW_READ`].
+pub fn too_slow(files: impl Display) -> String {
+    format!("reading {files} takes more than 30 s; check the volume")
 }
 
 // === impl FileFollower ===

@@ -11,8 +11,6 @@
 mod metrics;
 
 use std::fmt::Display;
-use std::future::pending;
-use std::panic::resume_unwind;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,13 +18,12 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use time::OffsetDateTime;
 use tokio::sync::watch;
-use tokio::task::{JoinHandle, spawn_blocking};
-use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
+use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use self::metrics::{FileMetrics, Outcome};
-use crate::file_follower::{self, FileFollower, ReadError};
+use crate::file_follower::{self, FileFollower, ReadError, read_in_background};
 use crate::telemetry::log_once::LogOnce;
 use crate::telemetry::metrics::{LabelSet, Registry};
 
@@ -35,10 +32,8 @@ use crate::telemetry::metrics::{LabelSet, Registry};
 /// costs one system call per file.
 pub const CHECK_EVERY: Duration = Duration::from_secs(1);
 
-/// Time of a check, or of the first load of files, after which the operator is warned.
-const SLOW_CHECK: Duration = Duration::from_secs(30);
-
-/// Reason and remedy in that warning.
+/// Reason and remedy for a check, or a first load of files, that takes longer than
+/// [`SLOW_READ`](file_follower::SLOW_READ).
 const TOO_SLOW: &str = "reading the files, or a credential plugin of a kubeconfig, takes more than 30 s; \
                         check the volumes of the files, and the plugin";
 
@@ -226,7 +221,6 @@ impl<F: LabelSet + Send + Sync + 'static> Reloader<F> {
     where
         S: FileSet<Value: Send, Error: Send>,
     {
-        let loading = spawn_blocking(move || First::load(set));
         let is_slow = || {
             let files = name(files);
             warn!(
@@ -234,7 +228,8 @@ impl<F: LabelSet + Send + Sync + 'static> Reloader<F> {
                 "cannot load files yet: {TOO_SLOW}; this program does not start"
             );
         };
-        Ok(self.adopt(files, finished(loading, is_slow).await?))
+        let (first, _) = read_in_background(move || First::load(set), is_slow).await;
+        Ok(self.adopt(files, first?))
     }
 
     fn adopt<S: FileSet>(&mut self, files: F, first: First<S>) -> Latest<S::Value> {
@@ -296,23 +291,6 @@ impl<S: FileSet> First<S> {
     }
 }
 
-/// Waits for a task, and calls `is_slow` if the task takes longer than [`SLOW_CHECK`].
-async fn finished<T>(mut task: JoinHandle<T>, is_slow: impl FnOnce()) -> T {
-    let finished = match timeout(SLOW_CHECK, &mut task).await {
-        Ok(finished) => finished,
-        Err(_) => {
-            is_slow();
-            task.await
-        }
-    };
-    match finished {
-        Ok(value) => value,
-        Err(error) if error.is_panic() => resume_unwind(error.into_panic()),
-        // The runtime ends.
-        Err(_) => pending().await,
-    }
-}
-
 /// Adds the referenced files to the follower of a set, and reads all files, if the references have changed.
 fn add_references<S: FileSet>(follower: &mut FileFollower, set: &S) -> Result<(), ReadError> {
     let first = follower.contents().first();
@@ -339,17 +317,10 @@ impl<F: LabelSet> Followed<F> {
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             tick.tick().await;
-            let checking = spawn_blocking(move || {
-                let checked = checks.check();
-                (checks, checked)
-            });
-            let mut was_slow = false;
-            let is_slow = || {
-                was_slow = true;
-                report.fail(TOO_SLOW);
-            };
-            let checked;
-            (checks, checked) = finished(checking, is_slow).await;
+            let check = move || (checks.check(), checks);
+            let is_slow = || report.fail(TOO_SLOW);
+            let (checked, was_slow);
+            ((checked, checks), was_slow) = read_in_background(check, is_slow).await;
             // The next check decides if the files can be read again.
             if !(was_slow && matches!(checked, Checked::InUse)) {
                 report.note(checked);

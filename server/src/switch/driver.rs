@@ -1,14 +1,14 @@
 //! The driver of a server's switch: processes requests and changes of the mode file, checks the tunnels
 //! while a switch is in progress, sets routes, saves the state, and logs.
 
-use std::panic::resume_unwind;
 use std::sync::Arc;
 use std::time::Duration;
 
-use culvert_host::file_follower::{FileFollower, Outcome};
+use culvert_host::file_follower::{FileFollower, Outcome, read_in_background, too_slow};
+use futures_util::future::{BoxFuture, OptionFuture};
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};
-use tokio::task::{JoinHandle, spawn_blocking};
+use tokio::task::JoinHandle;
 use tokio::time::{Instant, interval, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
@@ -87,7 +87,10 @@ pub(crate) struct Driver {
     set_by: SetBy,
     flag: Mode,
     file: Option<Mode>,
+    /// `None` during a check.
     mode_file: Option<FileFollower>,
+    /// The check of the mode file in progress.
+    checking: Option<BoxFuture<'static, Checked>>,
     state: Option<StateFile>,
     /// State saved last, without its times.
     saved: Option<Essence>,
@@ -102,6 +105,9 @@ pub(crate) struct Driver {
     router: Arc<Router>,
     metrics: Arc<ServerMetrics>,
 }
+
+/// Result of a check of the mode file, and true if the check was slow.
+type Checked = ((Outcome, FileFollower), bool);
 
 /// State without its times.
 type Essence = (Mode, SetBy, Option<Mode>, Phase);
@@ -141,6 +147,7 @@ pub(crate) fn start(
         flag: start.settings.mode,
         file: start.file,
         mode_file: start.mode_file,
+        checking: None,
         state: start.state,
         saved: None,
         unsaved: None,
@@ -233,6 +240,13 @@ impl Shown {
         ];
         all.into_iter().flatten()
     }
+
+    fn set_unreadable(&mut self, why: String) {
+        if self.unreadable.as_ref() != Some(&why) {
+            log_problem(&why);
+            self.unreadable = Some(why);
+        }
+    }
 }
 
 // === impl Driver ===
@@ -241,17 +255,15 @@ impl Driver {
     /// Runs until `shutdown`.
     pub(crate) async fn run(mut self, shutdown: CancellationToken) {
         let mut poll = interval(POLL);
+        let has_file = self.mode_file.is_some();
         loop {
             self.advance().await;
             let look_again = self.look_again();
             tokio::select! {
                 Some(command) = self.requests.recv() => self.take(command).await,
-                _ = poll.tick(), if self.mode_file.is_some() => {
-                    let checked = shutdown.run_until_cancelled(self.check_mode_file()).await;
-                    if checked.is_none() {
-                        return;
-                    }
-                }
+                // During a slow check, a tick updates the metric of problems.
+                _ = poll.tick(), if has_file => self.check_mode_file(),
+                Some(checked) = OptionFuture::from(self.checking.as_mut()) => self.take_mode_file(checked),
                 () = sleep_until(look_again.unwrap_or_else(Instant::now)), if look_again.is_some() => {}
                 () = shutdown.cancelled() => return,
             }
@@ -294,33 +306,25 @@ impl Driver {
         outcome
     }
 
-    /// Checks the mode file. An invalid file does not change the mode. The file is read on a thread of its own: a file
-    /// system over the network may take any time.
-    async fn check_mode_file(&mut self) {
+    /// Begins a check of the mode file, unless a check is in progress.
+    fn check_mode_file(&mut self) {
         let Some(mut follower) = self.mode_file.take() else {
             return;
         };
-        let checking = spawn_blocking(move || (follower.check(), follower));
-        let (outcome, follower) = match checking.await {
-            Ok(checked) => checked,
-            Err(error) if error.is_panic() => resume_unwind(error.into_panic()),
-            Err(_) => return,
-        };
-        self.take_mode_file(outcome, &follower);
-        self.mode_file = Some(follower);
+        let why = too_slow(follower.path().display());
+        let shown = self.shown.clone();
+        let is_slow = move || shown.lock().set_unreadable(why);
+        let check = move || (follower.check(), follower);
+        self.checking = Some(Box::pin(read_in_background(check, is_slow)));
     }
 
-    fn take_mode_file(&mut self, outcome: Outcome, follower: &FileFollower) {
-        let problem = match outcome {
-            Outcome::Same => {
-                self.shown.lock().unreadable = None;
-                return;
-            }
-            Outcome::Unreadable { is_new: false, .. } => return,
-            Outcome::Unreadable { why, .. } => {
-                self.shown.lock().unreadable = Some(why.clone());
-                why
-            }
+    /// Ends a check of the mode file. An invalid file does not change the mode.
+    fn take_mode_file(&mut self, ((outcome, follower), was_slow): Checked) {
+        match outcome {
+            // The next check decides if the file can be read again.
+            Outcome::Same if was_slow => {}
+            Outcome::Same => self.shown.lock().unreadable = None,
+            Outcome::Unreadable { why, .. } => self.shown.lock().set_unreadable(why),
             Outcome::Changed => {
                 let path = follower.path().display().to_string();
                 let parsed = mode_file::parse(follower.text());
@@ -328,12 +332,14 @@ impl Driver {
                 let wrong = wrong.map(|why| format!("{path}: {why}"));
                 let mut shown = self.shown.lock();
                 shown.unreadable = None;
-                shown.wrong.clone_from(&wrong);
-                let Some(why) = wrong else { return };
-                why
+                if let Some(why) = &wrong {
+                    log_problem(why);
+                }
+                shown.wrong = wrong;
             }
-        };
-        error!("--tunnel-mode-file: {problem}; the mode stays as it is");
+        }
+        self.checking = None;
+        self.mode_file = Some(follower);
     }
 
     /// Requests the mode of the file. A rewritten file with the same mode does not undo a switch.
@@ -473,6 +479,10 @@ impl Driver {
             }
         }
     }
+}
+
+fn log_problem(why: &str) {
+    error!("--tunnel-mode-file: {why}; the mode stays as it is");
 }
 
 impl Phase {

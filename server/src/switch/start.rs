@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use culvert_host::file_follower::{FileFollower, Limits};
+use culvert_host::file_follower::{FileFollower, Limits, read_in_background, too_slow};
 use tracing::{error, info, warn};
 
 use super::machine::{Phase, Switch};
@@ -56,12 +56,29 @@ struct Decision {
 }
 
 impl Start {
+    /// As [`read`](Self::read), on a thread of its own. The log has a warning if the files cannot be read in time.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub(crate) async fn load(settings: Settings) -> Result<Self, StartError> {
+        let files = [&settings.state_file, &settings.mode_file];
+        let files: Vec<_> = files
+            .into_iter()
+            .flatten()
+            .map(|path| path.display().to_string())
+            .collect();
+        let files = files.join(" or ");
+        let is_slow = || warn!("{}; this server does not start until then", too_slow(files));
+        let (start, _) = read_in_background(move || Self::read(settings), is_slow).await;
+        start
+    }
+
     /// Reads the state file and the mode file. If the mode file cannot be read, the server starts without the
     /// file, and follows the file once it can be read. An unusable state file is ignored.
     ///
     /// # Errors
     /// Fails if the mode file has no valid mode and no state is saved.
-    pub(crate) fn read(settings: Settings) -> Result<Self, StartError> {
+    pub(super) fn read(settings: Settings) -> Result<Self, StartError> {
         let state = settings.state_file.as_deref().map(StateFile::new);
         let (saved, lost) = match state.as_ref().map(StateFile::load) {
             None => (None, None),

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use rustix::fs::{CWD, Mode, OFlags, mkfifoat, open};
-use tokio::time::{advance, pause, resume};
+use tokio::time::{advance, pause, resume, timeout};
 
 use super::*;
 
@@ -330,7 +330,7 @@ async fn hanging_check_stops_no_other_set_and_counts_as_a_failed_reload() {
         let changed = timeout(Duration::from_secs(30), latest.changed()).await;
         assert_eq!(changed.unwrap(), Some(10 * round));
         pause();
-        advance(SLOW_CHECK).await;
+        advance(file_follower::SLOW_READ).await;
         shows(round as u32 - 1, round as u32, 0).await;
         // No second check has begun.
         assert!(is_begun.try_recv().is_err());

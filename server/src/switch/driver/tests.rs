@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use bytes::Bytes;
 use culvert_stream::{CloseReason, Sink as _, Source as _};
 use proptest::prelude::*;
+use rustix::fs::OFlags;
 use tokio::time::{Instant, advance, sleep};
 use tokio_util::task::TaskTracker;
 
@@ -464,6 +465,56 @@ async fn volume_that_does_not_answer_is_reported_and_stops_no_switch() {
     std::fs::remove_file(&new).unwrap();
     wait(&|status| status.problems.is_empty()).await;
     assert!(state.exists());
+    running.end().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn mode_file_that_cannot_be_read_in_time_is_reported_and_stops_no_switch() {
+    let folder = tempfile::tempdir().unwrap();
+    let [file, new] = ["mode", "new"].map(|name| folder.path().join(name));
+    std::fs::write(&file, "konnectivity").unwrap();
+    let running = Running::start(Settings {
+        mode_file: Some(file.clone()),
+        ..Settings::default()
+    });
+    let mode = rustix::fs::Mode::RWXU;
+    rustix::fs::mkfifoat(rustix::fs::CWD, &new, mode).unwrap();
+    std::fs::rename(&new, &file).unwrap();
+    // Opens once the driver has begun to read, and makes the driver wait for an end of the file.
+    let flags = OFlags::WRONLY | OFlags::NONBLOCK;
+    let writer = loop {
+        match rustix::fs::open(&file, flags, rustix::fs::Mode::empty()) {
+            Ok(writer) => break writer,
+            Err(_) => advance(ms(50)).await,
+        }
+    };
+    // While a thread reads, only the test advances the clock.
+    let wait = async |done: &dyn Fn(&Status) -> bool| {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            let status = running.switcher.status();
+            if done(&status) {
+                return;
+            }
+            assert!(Instant::now() < deadline, "{status:?}");
+            advance(ms(50)).await;
+        }
+    };
+    tokio::select! {
+        () = running.switch(Mode::Openvpn, None) => {}
+        () = wait(&|_| false) => {}
+    }
+    wait(&|status| status.switch == Progress::Settled).await;
+    assert_eq!(progress(&running).1, [O]);
+    wait(&|status| status.problems.iter().any(|why| why.contains("volume"))).await;
+    wait(&|_| running.world.shows("culvert_tunnel_switch_problems 1")).await;
+    // The read ends without a change, and the new file is followed.
+    std::fs::write(&new, "prefer-konnectivity").unwrap();
+    std::fs::rename(&new, &file).unwrap();
+    rustix::io::write(&writer, b"konnectivity").unwrap();
+    drop(writer);
+    wait(&|status| status.problems.is_empty()).await;
+    wait(&|status| status.mode == Mode::PreferKonnectivity).await;
     running.end().await;
 }
 

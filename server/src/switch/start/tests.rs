@@ -1,7 +1,10 @@
 #![allow(clippy::unwrap_used)]
 
+use std::pin::pin;
 use std::time::Duration;
 
+use futures_util::future::poll_immediate;
+use rustix::fs::{CWD, OFlags, mkfifoat, open};
 use tokio::time::Instant;
 
 use super::*;
@@ -170,4 +173,24 @@ fn mode_file_without_a_possible_mode_prevents_the_start() {
     let mut start = Start::read(settings(&folder)).unwrap();
     let (machine, set_by) = start.machine(&view(true), Clocks::read()).unwrap();
     assert_eq!((machine.mode(), set_by), (Mode::Openvpn, SetBy::File));
+}
+
+#[tokio::test]
+async fn mode_file_that_cannot_be_read_in_time_blocks_only_the_start() {
+    let folder = tempfile::tempdir().unwrap();
+    let settings = settings(&folder);
+    let file = settings.mode_file.clone().unwrap();
+    mkfifoat(CWD, &file, rustix::fs::Mode::RWXU).unwrap();
+    let (going_on, is_going_on) = std::sync::mpsc::channel();
+    let writer = std::thread::spawn(move || {
+        // Waits for the reader, which then waits for an end of the file.
+        let pipe = open(&file, OFlags::WRONLY, rustix::fs::Mode::empty()).unwrap();
+        rustix::io::write(&pipe, b"openvpn").unwrap();
+        is_going_on.recv_timeout(Duration::from_secs(10))
+    });
+    let mut load = pin!(Start::load(settings));
+    assert!(poll_immediate(load.as_mut()).await.is_none());
+    going_on.send(()).unwrap();
+    assert_eq!(load.await.unwrap().file, Some(Mode::Openvpn));
+    writer.join().unwrap().unwrap();
 }
