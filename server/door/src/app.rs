@@ -90,7 +90,10 @@ impl Bound {
         let table = Arc::new(Table::new(config.max_connections));
         let mut reloader = Reloader::new(metrics.registry());
         let feed = match &config.source {
-            Source::File(path) => Feed::File(Follower::open(path, table.clone(), metrics.clone())?),
+            Source::File(path) => {
+                let follower = Follower::load(path, table.clone(), metrics.clone());
+                Feed::File(follower.await?)
+            }
             Source::Kubernetes(cluster) => {
                 let (table, metrics) = (table.clone(), metrics.clone());
                 let discovery = Discovery::new(cluster.clone(), table, metrics, &mut reloader);

@@ -14,23 +14,21 @@
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
-use std::panic::resume_unwind;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use culvert_host::file_follower::{FileFollower, Limits, Outcome};
+use culvert_host::file_follower::{FileFollower, Limits, Outcome, read_in_background, too_slow};
 use culvert_host::net::dial::split_host_port;
 use culvert_host::net::networks::Networks;
 use culvert_host::net::proxy_protocol::UnknownVersion;
 use serde::{Deserialize, Deserializer};
 use serde_saphyr::Spanned;
 use tokio::sync::watch;
-use tokio::task::spawn_blocking;
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
-use tracing::{error, info};
+use tracing::{error, info, warn};
 
 use super::annotations::server_name;
 use super::metrics::{ProxyMetrics, SourceState};
@@ -109,6 +107,22 @@ where
 // === impl Follower ===
 
 impl Follower {
+    /// As [`open`](Self::open), on a thread of its own. The log has a warning if the file cannot be read in time.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub(crate) async fn load(
+        path: &Path,
+        table: Arc<Table>,
+        metrics: Arc<ProxyMetrics>,
+    ) -> Result<Self, FileError> {
+        let why = too_slow(path.display());
+        let is_slow = || warn!("{why}; this program does not start until then");
+        let path = path.to_owned();
+        let open = move || Self::open(&path, table, metrics);
+        read_in_background(open, is_slow).await.0
+    }
+
     /// Reads the file for the first time and applies its routes.
     ///
     /// # Errors
@@ -130,22 +144,31 @@ impl Follower {
         })
     }
 
-    /// Follows the file until `stop`; sends to `changes` after each applied change. The looks run on a thread of their
-    /// own: a file system over the network may take any time, and a large file takes some.
-    pub(crate) async fn run(mut self, changes: watch::Sender<u64>, stop: CancellationToken) {
-        while stop.run_until_cancelled(sleep(POLL)).await.is_some() {
-            let looking = spawn_blocking(move || {
-                let has_changed = self.look();
-                (self, has_changed)
-            });
-            let has_changed;
-            (self, has_changed) = match stop.run_until_cancelled(looking).await {
-                Some(Ok(looked)) => looked,
-                Some(Err(error)) if error.is_panic() => resume_unwind(error.into_panic()),
-                _ => return,
+    /// Follows the file until `stop`; sends to `changes` after each applied change.
+    pub(crate) async fn run(self, changes: watch::Sender<u64>, stop: CancellationToken) {
+        stop.run_until_cancelled(self.follow(changes)).await;
+    }
+
+    /// Follows the file. The looks run on a thread of their own also because a large file takes some time.
+    async fn follow(mut self, changes: watch::Sender<u64>) {
+        let (metrics, why) = (self.metrics.clone(), too_slow(self.file.path().display()));
+        let mut was_slow = false;
+        loop {
+            sleep(POLL).await;
+            let is_slow = || {
+                *metrics.source.lock() = SourceState::Unreadable;
+                if !was_slow {
+                    error!("{why}; the last routes stay in force");
+                }
             };
+            let look = move || (self.look(), self);
+            let has_changed;
+            ((has_changed, self), was_slow) = read_in_background(look, is_slow).await;
             if has_changed {
                 changes.send_modify(|count| *count += 1);
+            } else if was_slow {
+                // The next look decides if the file can be read again.
+                *metrics.source.lock() = SourceState::Unreadable;
             }
         }
     }

@@ -1,10 +1,14 @@
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
 use std::collections::BTreeMap;
+use std::pin::pin;
 use std::time::SystemTime;
 
+use culvert_host::file_follower::SLOW_READ;
 use culvert_host::net::proxy_protocol::Version;
+use futures_util::future::poll_immediate;
 use rustix::fs::{CWD, Mode, OFlags, mkfifoat};
+use tokio::time::{Instant, advance};
 
 use super::*;
 
@@ -269,6 +273,64 @@ async fn file_that_cannot_be_read_at_once_stops_no_other_task() {
     drop(writer);
     run.await.unwrap();
     assert_eq!(others, Ok(()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn file_that_cannot_be_read_in_time_is_reported() {
+    let dir = tempfile::tempdir().unwrap();
+    let [path, new] = ["door.yaml", "new"].map(|name| dir.path().join(name));
+    std::fs::write(&path, GOOD).unwrap();
+    let (table, metrics) = (Arc::new(Table::new(10)), ProxyMetrics::new().unwrap());
+    let follower = Follower::open(&path, table, metrics.clone()).unwrap();
+    mkfifoat(CWD, &new, Mode::from_raw_mode(0o600)).unwrap();
+    std::fs::rename(&new, &path).unwrap();
+    let stop = CancellationToken::new();
+    let run = tokio::spawn(follower.run(watch::Sender::new(0), stop.clone()));
+    // Opens once the follower has begun to read, and makes it wait for an end of the file.
+    let writer = loop {
+        match rustix::fs::open(&path, OFlags::WRONLY | OFlags::NONBLOCK, Mode::empty()) {
+            Ok(writer) => break writer,
+            Err(_) => advance(POLL).await,
+        }
+    };
+    // While a thread reads, only the test advances the clock.
+    let wait = async |expected| {
+        let deadline = Instant::now() + SLOW_READ * 2;
+        while *metrics.source.lock() != expected {
+            assert!(Instant::now() < deadline, "not {expected:?}");
+            advance(POLL).await;
+        }
+    };
+    wait(SourceState::Unreadable).await;
+    // The read ends without a change.
+    std::fs::write(&new, GOOD).unwrap();
+    std::fs::rename(&new, &path).unwrap();
+    rustix::io::write(&writer, GOOD.as_bytes()).unwrap();
+    drop(writer);
+    wait(SourceState::Good).await;
+    stop.cancel();
+    run.await.unwrap();
+}
+
+#[tokio::test]
+async fn file_that_cannot_be_read_in_time_blocks_only_the_start() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("door.yaml");
+    mkfifoat(CWD, &path, Mode::from_raw_mode(0o600)).unwrap();
+    let (going_on, is_going_on) = std::sync::mpsc::channel();
+    let pipe = path.clone();
+    let writer = std::thread::spawn(move || {
+        // Waits for the reader, which then waits for an end of the file.
+        let pipe = rustix::fs::open(&pipe, OFlags::WRONLY, Mode::empty()).unwrap();
+        rustix::io::write(&pipe, GOOD.as_bytes()).unwrap();
+        is_going_on.recv_timeout(Duration::from_secs(10))
+    });
+    let (table, metrics) = (Arc::new(Table::new(10)), ProxyMetrics::new().unwrap());
+    let mut load = pin!(Follower::load(&path, table, metrics));
+    assert!(poll_immediate(load.as_mut()).await.is_none());
+    going_on.send(()).unwrap();
+    assert!(load.await.is_ok());
+    writer.join().unwrap().unwrap();
 }
 
 #[test]
