@@ -154,6 +154,8 @@ label_values! {
     pub enum ResumeOutcome("outcome") {
         /// The link continues.
         Resumed = "resumed",
+        /// The link continues, although the token of the agent could not be reviewed.
+        Unreviewed = "unreviewed",
         /// The session has already ended, or belongs to another server.
         Unknown = "unknown",
         /// The agent did not prove that the session is its own, or its token was not accepted.

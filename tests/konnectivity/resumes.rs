@@ -10,7 +10,7 @@ use culvert_kit::pattern::Verifier;
 use culvert_kit::pki::CLUSTER_NAME;
 use culvert_kit::services::Services;
 use culvert_tests::balancer::Balancer;
-use culvert_tests::kube_api::{KubeApi, TokenStatus};
+use culvert_tests::kube_api::{Fault, KubeApi, Recorded, TokenStatus};
 use culvert_tests::link::{self, Conditions, FAR, Link};
 use culvert_tests::metrics::{Metrics, http_get};
 use culvert_tests::namespace::{alone, hosts};
@@ -396,37 +396,116 @@ async fn agent_drains_although_its_link_is_broken() {
     assert_eq!(closed(&topology.server_metrics(0).await), 0.0);
 }
 
+/// A server that reviews the tokens of its agent.
+struct Reviewed {
+    topology: Topology,
+    balancer: Balancer,
+    api: KubeApi,
+    files: tempfile::TempDir,
+}
+
+impl Reviewed {
+    /// Starts the programs; the agent has the token `good`.
+    async fn start() -> Self {
+        let api = KubeApi::start().await;
+        let files = tempfile::tempdir().unwrap();
+        let token = files.path().join("token");
+        std::fs::write(&token, "good").unwrap();
+        let user = TokenStatus::user("system:serviceaccount:kube-system:konnectivity-agent");
+        let user = user.audiences(&["audience"]);
+        api.token("good", user.clone().pod("agent"));
+        api.token("rotated", user.clone().pod("agent"));
+        api.token("foreign", user.pod("other"));
+        api.token("revoked", TokenStatus::rejected("revoked"));
+        let server_args = [
+            "--agent-namespace=kube-system".to_owned(),
+            "--agent-service-account=konnectivity-agent".to_owned(),
+            "--authentication-audience=audience".to_owned(),
+            format!("--kubeconfig={}", api.kubeconfig(files.path()).display()),
+            "--resume-grace=5s".to_owned(),
+            // Agents prove who they are by their tokens.
+            "--cluster-ca-cert=".to_owned(),
+        ];
+        let server_args: Vec<&str> = server_args.iter().map(String::as_str).collect();
+        let token_flag = format!("--service-account-token-path={}", token.display());
+        let (topology, balancer) =
+            start(1, &server_args, &[&token_flag, "--resume-grace=5s"]).await;
+        Self {
+            topology,
+            balancer,
+            api,
+            files,
+        }
+    }
+
+    /// Gives the agent another token, and breaks its link.
+    fn reset_with(&self, token: &str) {
+        std::fs::write(self.files.path().join("token"), token).unwrap();
+        self.balancer.reset();
+    }
+}
+
 #[tokio::test]
 async fn agent_whose_token_is_no_longer_accepted_does_not_resume() {
-    const USER: &str = "system:serviceaccount:kube-system:konnectivity-agent";
     let services = Services::start().await.unwrap();
-    let api = KubeApi::start().await;
-    api.token("good", TokenStatus::user(USER).audiences(&["audience"]));
-    api.token("revoked", TokenStatus::rejected("revoked"));
-    let files = tempfile::tempdir().unwrap();
-    let token = files.path().join("token");
-    std::fs::write(&token, "good").unwrap();
-    let server_args = [
-        "--agent-namespace=kube-system".to_owned(),
-        "--agent-service-account=konnectivity-agent".to_owned(),
-        "--authentication-audience=audience".to_owned(),
-        format!("--kubeconfig={}", api.kubeconfig(files.path()).display()),
-        "--resume-grace=5s".to_owned(),
-        // Agents prove who they are by their tokens.
-        "--cluster-ca-cert=".to_owned(),
-    ];
-    let server_args: Vec<&str> = server_args.iter().map(String::as_str).collect();
-    let token_flag = format!("--service-account-token-path={}", token.display());
-    let (topology, balancer) = start(1, &server_args, &[&token_flag, "--resume-grace=5s"]).await;
-    let mut stream = open(&topology, &services.raw.to_string()).await;
-    std::fs::write(&token, "revoked").unwrap();
-    balancer.reset();
-    resumed(&topology, "refused", 1.0).await;
-    read_rest(&mut stream).await;
-    resumed(&topology, "expired", 1.0).await;
-    let metrics = topology.server_metrics(0).await;
-    assert_eq!(resumes(&metrics, "resumed"), 0.0);
-    server_shows(&topology, "ready_backends", &[], 0.0).await;
+    for token in ["revoked", "foreign"] {
+        let server = Reviewed::start().await;
+        let topology = &server.topology;
+        let mut stream = open(topology, &services.raw.to_string()).await;
+        server.reset_with(token);
+        resumed(topology, "refused", 1.0).await;
+        read_rest(&mut stream).await;
+        let metrics = topology.server_metrics(0).await;
+        assert_eq!(resumes(&metrics, "resumed"), 0.0);
+        if token == "revoked" {
+            server_shows(topology, "ready_backends", &[], 0.0).await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn link_resumes_although_the_api_does_not_answer() {
+    let services = Services::start().await.unwrap();
+    let mut server = Reviewed::start().await;
+    let mut innocent = Innocent::open(&server.topology, services.raw).await;
+    let reviews = || {
+        let requests = server.api.requests();
+        let of_tokens = |request: &&Recorded| request.path.contains("/tokenreviews");
+        requests.iter().filter(of_tokens).count()
+    };
+    let before = reviews();
+    // The answers would come after the end of the test.
+    let silent = Fault::delay(10 * LIMIT).on("/tokenreviews");
+    server.api.fault(silent);
+    server.reset_with("rotated");
+    innocent.still_echoes("a break of the link").await;
+    eventually("a review", LIMIT, async || reviews() > before).await;
+    server.balancer.reset();
+    innocent
+        .still_echoes("another break during the review")
+        .await;
+    server.api.clear_faults();
+    server.api.fault(Fault::status(500).on("/tokenreviews"));
+    server.reset_with("revoked");
+    resumed(&server.topology, "unreviewed", 2.0).await;
+    innocent.still_echoes("failed reviews").await;
+    assert_eq!(closed(&server.topology.server_metrics(0).await), 0.0);
+    drop(innocent);
+    assert_unharmed(&mut server.topology);
+}
+
+#[tokio::test]
+async fn request_for_an_unknown_session_causes_no_review() {
+    let server = Reviewed::start().await;
+    let before = server.api.reviews().len();
+    let (id, proof) = ("00".repeat(16), "00".repeat(32));
+    let request = introduction(&format!(
+        "authorization: Bearer other\r\nculvert-server: server-0\r\nculvert-resume: {id}.{proof}.0\r\n"
+    ));
+    let answer = answer_to(&server.topology, &request).await;
+    assert!(answer.starts_with("HTTP/1.1 409 "), "{answer}");
+    resumed(&server.topology, "unknown", 1.0).await;
+    assert_eq!(server.api.reviews().len(), before);
 }
 
 /// Returns the introduction of an agent with these additional lines.

@@ -1,5 +1,6 @@
 //! A native agent connection: an HTTP/2 stream for each dial, see [`culvert_native`].
 
+mod claim;
 mod halves;
 mod introduction;
 
@@ -86,7 +87,8 @@ pub struct NativeAgent {
 
 impl Agents {
     /// Receives the introduction of an agent with the native transport. `serial` is the number of the connection
-    /// ([`next_serial`](super::dial::next_serial)). Returns the rest of the connection if the agent is new.
+    /// ([`next_serial`](super::dial::next_serial)). Returns the rest of the connection if the agent is new, or the review of
+    /// the agent's token if its link has resumed.
     pub(crate) async fn introduce_native<S>(
         &self,
         context: &Arc<ListenerContext>,
@@ -110,18 +112,23 @@ impl Agents {
                 debug!(peer, "the agent is already connected");
                 return None;
             }
-            Ok(Ok(Introduced::Resumed(resumption))) => {
+            Ok(Ok(Introduced::Resumed(resumption, claim))) => {
                 candidate.admit();
                 // A late answer must not replace the connection of a later request.
-                match has_left(&mut stream).await {
-                    true => debug!(peer, "the agent left before it could resume its link"),
-                    false => {
-                        self.sessions
-                            .resume(resumption, stream, &self.peer.path)
-                            .await
-                    }
+                if has_left(&mut stream).await {
+                    debug!(peer, "the agent left before it could resume its link");
+                    return None;
                 }
-                return None;
+                let sessions = &self.sessions;
+                let resumed = sessions.resume(resumption, stream, &self.peer.path).await?;
+                if self.tokens.is_none() {
+                    sessions.count(ResumeOutcome::Resumed);
+                    return None;
+                }
+                let (agents, context, peer) = (self.clone(), context.clone(), peer.to_owned());
+                return Some(Box::pin(async move {
+                    agents.confirm(&context, &peer, *claim, &resumed).await;
+                }));
             }
             Ok(Ok(Introduced::NotResumed)) => {
                 debug!(peer, "no session to resume");

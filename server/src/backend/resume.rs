@@ -13,6 +13,7 @@ use culvert_native::window::Inbound;
 use metrics::Gauge;
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::sync::{MutexGuard, watch};
 use tracing::info;
 
 use crate::listener::path_aware::LinkPath;
@@ -66,6 +67,10 @@ struct Entry {
     serial: u64,
     session: Arc<AgentSession>,
     inbound: Arc<Inbound>,
+    /// Number of the latest request whose token is to be reviewed.
+    latest: watch::Sender<u64>,
+    /// Held during a review.
+    reviewing: tokio::sync::Mutex<()>,
 }
 
 /// Entry of a session; dropping the value removes the entry.
@@ -79,6 +84,9 @@ pub(crate) struct Resumption {
     entry: Arc<Entry>,
     received: u64,
 }
+
+/// Session that continues on another transport.
+pub(crate) struct Resumed(Arc<Entry>);
 
 /// Follows the state of a session: logs breaks, and counts the agent as away until the value is dropped.
 pub(crate) struct AwayWatch {
@@ -123,6 +131,8 @@ impl Sessions {
             serial,
             session: stream.session(),
             inbound,
+            latest: watch::Sender::default(),
+            reviewing: Default::default(),
         };
         self.table.lock().insert(Arc::new(entry));
         let sessions = self.clone();
@@ -157,13 +167,13 @@ impl Sessions {
         }
     }
 
-    /// Returns the session of a request. Returns `None` if the session has ended, or the request does not prove that
-    /// the agent owns the session.
+    /// Returns the session of a request. Returns `None` if the session has ended, the request does not prove that the agent
+    /// has the secret of the session, or the owner is another one by `may_own`.
     pub(crate) fn find(
         &self,
         request: &ResumeRequest,
-        owner: &Owner,
         binding: Option<&Binding>,
+        may_own: impl FnOnce(&Owner) -> bool,
     ) -> Option<Resumption> {
         let entry = self.table.lock().by_id.get(&request.id).cloned();
         let Some(entry) = entry else {
@@ -171,10 +181,10 @@ impl Sessions {
             return None;
         };
         let proves = binding.is_some_and(|binding| entry.ticket.proves(request, binding));
-        if !proves || entry.owner != *owner {
+        if !proves || !may_own(&entry.owner) {
             self.count(ResumeOutcome::Refused);
             info!(
-                agent = owner.agent_id,
+                agent = entry.owner.agent_id,
                 "request to resume a session refused: the agent does not prove that the session is its own"
             );
             return None;
@@ -185,13 +195,14 @@ impl Sessions {
         })
     }
 
-    /// Continues a session on another transport.
+    /// Continues a session on another transport. Returns `None` if the session has ended. The caller counts a session that
+    /// continues.
     pub(crate) async fn resume(
         &self,
         resumption: Resumption,
         transport: AnyTransport,
         path: &LinkPath,
-    ) {
+    ) -> Option<Resumed> {
         let Resumption { entry, received } = resumption;
         path.follow(&entry.inbound);
         let attached = Attached {
@@ -203,15 +214,16 @@ impl Sessions {
         };
         match entry.session.attach(attached) {
             Ok(()) => {
-                self.count(ResumeOutcome::Resumed);
                 info!(
                     agent = entry.owner.agent_id,
                     "the link to the agent resumed"
                 );
+                Some(Resumed(entry))
             }
             Err(mut refused) => {
                 self.count(ResumeOutcome::Unknown);
                 let _ = over(&mut refused.transport).await;
+                None
             }
         }
     }
@@ -227,6 +239,42 @@ impl Sessions {
             gauge: self.metrics.agents_away.clone(),
             away: None,
         }
+    }
+}
+
+// === impl Resumed ===
+
+impl Resumed {
+    /// Returns the owner of the session.
+    pub(crate) fn owner(&self) -> &Owner {
+        &self.0.owner
+    }
+
+    /// Waits for the end of the review of an earlier request. Returns `None` once a later request waits: a session has at
+    /// most one review, and one request that waits. A review is never given up for a later request, which could
+    /// otherwise prevent its outcome.
+    pub(crate) async fn turn(&self) -> Option<MutexGuard<'_, ()>> {
+        let mut latest = self.0.latest.subscribe();
+        let mut number = 0;
+        self.0.latest.send_modify(|latest| {
+            *latest += 1;
+            number = *latest;
+        });
+        tokio::select! {
+            biased;
+            turn = self.0.reviewing.lock() => Some(turn),
+            _ = latest.wait_for(|latest| *latest != number) => None,
+        }
+    }
+
+    /// Ends the link and closes its transport, for the given reason.
+    pub(crate) fn revoke(&self, why: &'static str) {
+        self.0.session.revoke(why);
+    }
+
+    /// Resolves once the link has ended.
+    pub(crate) async fn ended(&self) {
+        self.0.session.ended().await;
     }
 }
 
@@ -370,21 +418,16 @@ mod tests {
             1,
         );
         let request = request(&ticket);
-        assert!(sessions.find(&request, &own, Some(&BINDING)).is_some());
-        for foreign in [
-            owner("b", "pod", Some("name")),
-            owner("a", "other", Some("name")),
-            owner("a", "pod", None),
-        ] {
-            let found = sessions.find(&request, &foreign, Some(&BINDING));
-            assert!(found.is_none(), "{foreign:?}");
-        }
+        let find = |binding, own: &Owner| sessions.find(&request, binding, |owner| owner == own);
+        assert!(find(Some(&BINDING), &own).is_some());
+        let foreign = owner("b", "pod", Some("name"));
+        assert!(find(Some(&BINDING), &foreign).is_none());
         for binding in [None, Some(&[4; 32])] {
-            assert!(sessions.find(&request, &own, binding).is_none());
+            assert!(find(binding, &own).is_none());
         }
         assert!(counted(&sessions, "refused") && !counted(&sessions, "unknown"));
         drop(opened);
-        assert!(sessions.find(&request, &own, Some(&BINDING)).is_none());
+        assert!(find(Some(&BINDING), &own).is_none());
         assert!(counted(&sessions, "unknown") && sessions.is_empty());
     }
 
@@ -458,15 +501,38 @@ mod tests {
             own.clone(),
             1,
         );
-        let found = sessions.find(&request(&ticket), &own, Some(&BINDING));
+        let found = sessions.find(&request(&ticket), Some(&BINDING), |_| true);
         drop(opened);
         let (near, mut far) = duplex(1024);
-        let path = LinkPath::default();
-        sessions.resume(found.unwrap(), Box::new(near), &path).await;
+        let (found, path) = (found.unwrap(), LinkPath::default());
+        let resumed = sessions.resume(found, Box::new(near), &path).await;
+        assert!(resumed.is_none());
         let mut answer = String::new();
         far.read_to_string(&mut answer).await.unwrap();
         assert!(answer.starts_with("HTTP/1.1 409 "), "{answer}");
-        assert!(!counted(&sessions, "resumed"));
+    }
+
+    #[tokio::test]
+    async fn later_request_replaces_one_that_waits_for_a_review_and_none_that_is_in_progress() {
+        let sessions = sessions(30);
+        let ticket = sessions.ticket().unwrap();
+        let (near, _far) = duplex(64);
+        let own = owner("a", "a", None);
+        let _opened = sessions.open(Box::new(near), Arc::default(), ticket.clone(), own, 1);
+        let resumed = async || {
+            let found = sessions.find(&request(&ticket), Some(&BINDING), |_| true);
+            let (found, path) = (found.unwrap(), LinkPath::default());
+            let transport = Box::new(duplex(64).0);
+            sessions.resume(found, transport, &path).await.unwrap()
+        };
+        let (first, second, third) = (resumed().await, resumed().await, resumed().await);
+        let in_progress = first.turn().await.unwrap();
+        let replaced = async move {
+            assert!(second.turn().await.is_none());
+            drop(in_progress);
+        };
+        let ((), last) = tokio::join!(biased; replaced, third.turn());
+        assert!(last.is_some());
     }
 
     #[test]

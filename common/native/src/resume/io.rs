@@ -93,6 +93,9 @@ impl<T: AsyncRead + AsyncWrite + Unpin> ResumableIo<T> {
             return Err(io::Error::new(*kind, text.clone()));
         }
         self.session.register(cx.waker());
+        if let Some(why) = self.session.revoked() {
+            return Err(self.fail(ErrorKind::ConnectionReset, why.to_owned()));
+        }
         if let Some(offered) = self.session.offered() {
             self.attach(offered)?;
         }

@@ -70,6 +70,8 @@ pub struct Session<T> {
     broken: Mutex<Option<Instant>>,
     /// Reason why the link ends as soon as it has no transport.
     condemned: OnceLock<&'static str>,
+    /// True if the link ends although it has a transport.
+    is_revoked: AtomicBool,
     state: watch::Sender<State>,
 }
 
@@ -94,6 +96,7 @@ impl<T> Session<T> {
             is_away: AtomicBool::new(false),
             broken: Mutex::default(),
             condemned: OnceLock::new(),
+            is_revoked: AtomicBool::new(false),
             state: watch::Sender::new(State::Attached),
         }
     }
@@ -142,6 +145,20 @@ impl<T> Session<T> {
         is_new
     }
 
+    /// Makes the link end now, for the given reason, and close its transport. The peer may not learn the reason.
+    pub fn revoke(&self, why: &'static str) {
+        // A condemned link keeps its earlier reason.
+        let _ = self.condemned.set(why);
+        self.is_revoked.store(true, Ordering::Release);
+        self.task.wake();
+    }
+
+    /// Resolves once the link has ended.
+    pub async fn ended(&self) {
+        // The sender belongs to `self`.
+        let _ = self.state().wait_for(|state| *state == State::Ended).await;
+    }
+
     /// Resolves once the link has no transport and waits for another. Never resolves after the end of the link.
     pub async fn broke(&self) {
         // The sender belongs to `self`.
@@ -187,6 +204,12 @@ impl<T> Session<T> {
             }
             is_new
         });
+    }
+
+    /// Returns the reason why the link ends now; `None` if the link may continue.
+    pub(super) fn revoked(&self) -> Option<&'static str> {
+        let is_revoked = self.is_revoked.load(Ordering::Acquire);
+        self.condemned().filter(|_| is_revoked)
     }
 
     /// Returns the reason why the link ends as soon as it has no transport; `None` if the link waits for another one.

@@ -14,7 +14,7 @@ use super::super::identity::AgentRefusal;
 use super::super::resume::{Owner, Resumption};
 use super::super::second_link::Offered;
 use super::super::service::Agents;
-use crate::metrics::ResumeOutcome;
+use super::claim::Claim;
 
 /// Result of an introduction.
 pub(super) enum Introduced {
@@ -22,8 +22,8 @@ pub(super) enum Introduced {
     New(Box<NewAgent>),
     /// The agent is already connected.
     Connected,
-    /// The connection continues a session.
-    Resumed(Resumption),
+    /// The connection continues a session; see [`Agents::confirm`] for the claim.
+    Resumed(Resumption, Box<Claim>),
     /// The agent asked for a session that does not exist here.
     NotResumed,
 }
@@ -74,16 +74,17 @@ impl Agents {
                 return Err(HelloError::Malformed(text).into());
             }
         };
-        let is_resumed = matches!(offer, Offer::Resume(_));
-        if let Offer::Resume(request) = &offer
-            && !request.is_for(&self.server_id)
-        {
-            // Before the review of the token: the agent asks the next server at once.
-            let answered = resume::misdirected(stream).await;
-            answered.map_err(HelloError::Io)?;
-            return Ok(Introduced::NotResumed);
+        let is_new = offer == Offer::New;
+        if let Offer::Resume(request) = offer {
+            let claim = Claim {
+                request,
+                hello,
+                process,
+                metadata,
+            };
+            return self.find(stream, claim, binding.as_ref()).await;
         }
-        if is_connected && !is_resumed {
+        if is_connected {
             // Before the review of the token, so that searching agents cost little.
             let answer = self.answer(*self.announced.borrow())?;
             let answered = hello::already_connected(stream, &answer).await;
@@ -91,33 +92,24 @@ impl Agents {
             return Ok(Introduced::Connected);
         }
         let identified = match self.authenticate(&metadata, &mut hello).await {
-            Ok(identity) if is_resumed => Ok((identity, None)),
             Ok(identity) => {
                 let place = self.place(identity.clone());
-                place
-                    .map(|place| (identity, Some(place)))
-                    .map_err(Into::into)
+                place.map(|place| (identity, place)).map_err(Into::into)
             }
             Err(error) => Err(error),
         };
         let (identity, place) = match identified {
             Ok(identified) => identified,
             Err(error) => {
-                if is_resumed {
-                    self.sessions.count(ResumeOutcome::Refused);
-                }
                 let refused = hello::refuse(stream, &error.to_string()).await;
                 refused.map_err(HelloError::Io)?;
                 return Err(error.into());
             }
         };
         let owner = self.owner(&hello, identity, process);
-        let Some(place) = place else {
-            return self.find(stream, &offer, &owner, binding.as_ref()).await;
-        };
         let announced = *self.announced.borrow();
         let mut answer = self.answer(announced)?;
-        let is_offered = offer == Offer::New && binding.is_some();
+        let is_offered = is_new && binding.is_some();
         let ticket = is_offered.then(|| self.sessions.ticket()).flatten();
         if let Some(ticket) = &ticket {
             resume::add_ticket(&mut answer, ticket);
@@ -137,23 +129,28 @@ impl Agents {
         })))
     }
 
-    /// Finds the session that an authenticated agent wants to resume. Answers if the session does not exist.
+    /// Finds the session that an agent wants to resume, without a review of its token. Answers if there is none.
     async fn find<S>(
         &self,
         stream: &mut S,
-        offer: &Offer,
-        owner: &Owner,
+        claim: Claim,
         binding: Option<&Binding>,
     ) -> Result<Introduced, IntroductionError>
     where
         S: AsyncWrite + Unpin,
     {
-        if let Offer::Resume(request) = offer
-            && let Some(resumption) = self.sessions.find(request, owner, binding)
-        {
-            return Ok(Introduced::Resumed(resumption));
-        }
-        let answered = resume::over(stream).await;
+        let request = &claim.request;
+        let answered = match request.is_for(&self.server_id) {
+            true => {
+                let may_own = |owner: &Owner| self.may_own(&claim, owner);
+                if let Some(resumption) = self.sessions.find(request, binding, may_own) {
+                    return Ok(Introduced::Resumed(resumption, Box::new(claim)));
+                }
+                resume::over(stream).await
+            }
+            // The agent asks the next server at once.
+            false => resume::misdirected(stream).await,
+        };
         answered.map_err(HelloError::Io)?;
         Ok(Introduced::NotResumed)
     }

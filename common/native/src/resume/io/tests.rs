@@ -336,6 +336,31 @@ async fn condemned_link_ends_once_it_has_no_transport() {
     }
 }
 
+#[tokio::test]
+async fn revoked_link_ends_although_it_has_a_transport() {
+    let (mut near, mut far) = pair(1 << 16);
+    let session = far.session();
+    let reading = tokio::spawn(async move { far.read_u8().await.unwrap_err() });
+    tokio::task::yield_now().await;
+    let (waiting, mut peer_of_waiting) = duplex(64);
+    let attached = |transport| Attached {
+        transport,
+        base: Base::Told(Positions {
+            received: 0,
+            from: 0,
+        }),
+    };
+    assert!(session.attach(attached(waiting)).is_ok());
+    session.revoke("refused");
+    assert_eq!(reading.await.unwrap().to_string(), "refused");
+    session.ended().await;
+    assert_eq!(peer_of_waiting.read(&mut [0; 1]).await.unwrap(), 0);
+    assert!(session.attach(attached(duplex(64).0)).is_err());
+    // The peer's transport is closed, and the end of the session was not sent.
+    let transport = near.transport.as_mut().unwrap();
+    assert_eq!(transport.read(&mut [0; 1]).await.unwrap(), 0);
+}
+
 #[tokio::test(start_paused = true)]
 async fn peer_that_never_acknowledges_bounds_the_memory() {
     let (near, mut far) = duplex(1 << 16);
