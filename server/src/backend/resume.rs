@@ -204,7 +204,7 @@ impl Sessions {
         path: &LinkPath,
     ) -> Option<Resumed> {
         let Resumption { entry, received } = resumption;
-        path.follow(&entry.inbound);
+        path.move_to(&entry.inbound);
         let attached = Attached {
             transport,
             base: Base::Answer {

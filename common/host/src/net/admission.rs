@@ -25,10 +25,11 @@ use std::time::Duration;
 use futures_util::task::AtomicWaker;
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, ReadBuf};
+use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 use tokio_util::sync::CancellationToken;
 
-use super::listen::usable_descriptors;
+use super::listen::{register, usable_descriptors};
 
 /// Largest read from a peer before its admission, in bytes.
 const GATED_READ_BYTES: usize = 4 * 1024;
@@ -347,6 +348,17 @@ impl<S> Gated<S> {
     /// Returns the stream of the peer.
     pub fn get_ref(&self) -> &S {
         &self.inner
+    }
+}
+
+impl Gated<TcpStream> {
+    /// Moves the connection to the caller's runtime. Tasks that already wait for the connection are not woken anymore.
+    ///
+    /// # Errors
+    /// Fails if the process has too many open files; the connection then stays where it is.
+    pub fn rebind(&mut self) -> io::Result<()> {
+        self.inner = register(&self.inner)?;
+        Ok(())
     }
 }
 

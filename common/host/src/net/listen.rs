@@ -306,6 +306,16 @@ pub fn rebind(stream: TcpStream) -> io::Result<TcpStream> {
     TcpStream::from_std(stream.into_std()?)
 }
 
+/// Registers a TCP connection with the caller's runtime. The given stream stays usable; tasks that wait for it are not
+/// woken by the new one.
+///
+/// # Errors
+/// Fails if the process has too many open files.
+pub(super) fn register(stream: &TcpStream) -> io::Result<TcpStream> {
+    let socket = stream.as_fd().try_clone_to_owned()?;
+    TcpStream::from_std(socket.into())
+}
+
 impl SocketFile {
     /// Creates the guard for the file of a socket that was just bound.
     ///
