@@ -40,13 +40,21 @@ const SMALL_FRAMES: usize = 64 * 1024 * 1024;
 /// Largest accepted header block, in bytes. Our programs send less than 1 KiB, except for long error texts.
 const HEADER_BYTES: u32 = 64 * 1024;
 
-/// Number of reset streams that an [`Opener`] remembers: 1,090 resets per second for [`OPENER_RESET_TIME`]. Each occupies
-/// 0.4 KiB, and each late frame for a stream beyond them counts as one of the [`OPENER_ERROR_RESETS`].
+/// Number of reset streams that an [`Opener`] remembers: 1,090 resets per second for [`OPENER_RESET_TIME`], or 270 for
+/// [`LONGEST_OPENER_RESET_TIME`]. Each occupies 0.4 KiB, and each late frame for a stream beyond them counts as one of the
+/// [`OPENER_ERROR_RESETS`].
 const OPENER_RESET_STREAMS: usize = 8 * RESET_STREAMS;
 
-/// Time for which an [`Opener`] remembers a reset stream. Frames that the peer sent before it learned of the reset may arrive
-/// later only after a break of the link.
+/// Shortest time for which an [`Opener`] remembers a reset stream. Frames that the peer sent before it learned of the reset
+/// may arrive later only after a break of the link.
 const OPENER_RESET_TIME: Duration = Duration::from_secs(30);
+
+/// Longest time for which an [`Opener`] remembers a reset stream. During a longer time, more resets than
+/// [`OPENER_RESET_STREAMS`] are likely.
+const LONGEST_OPENER_RESET_TIME: Duration = Duration::from_secs(120);
+
+/// Time for a link that has resumed to receive the frames that the peer sends again.
+const REPLAY_TIME: Duration = Duration::from_secs(10);
 
 /// Number of streams that the peer of an [`Opener`] may have reset because of its own errors before its connection ends.
 /// Each may occupy 1.4 KiB while the peer does not read. Our programs cause such an error only by a frame for a stream that
@@ -151,6 +159,19 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Opener<S> {
         inbound: Arc<Inbound>,
         pings: Pings,
     ) -> Result<(Requests, Self), h2::Error> {
+        Self::resumable(stream, inbound, pings, Duration::ZERO).await
+    }
+
+    /// Starts HTTP/2 as the client, on a link that waits for the time `grace` when it breaks.
+    ///
+    /// # Errors
+    /// Fails if the connection breaks.
+    pub async fn resumable(
+        stream: S,
+        inbound: Arc<Inbound>,
+        pings: Pings,
+        grace: Duration,
+    ) -> Result<(Requests, Self), h2::Error> {
         let quota = Some(ReadQuota::new(OPENER_READ_QUOTA));
         let reader = CountingReader::new(stream, inbound.clone()).within(quota.clone());
         let (requests, mut connection) = client::Builder::new()
@@ -160,7 +181,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Opener<S> {
             .max_send_buffer_size(SEND_BYTES)
             .max_header_list_size(HEADER_BYTES)
             .max_concurrent_reset_streams(OPENER_RESET_STREAMS)
-            .reset_stream_duration(OPENER_RESET_TIME)
+            .reset_stream_duration(opener_reset_time(grace))
             .max_local_error_reset_streams(Some(OPENER_ERROR_RESETS))
             .data_frame_budget(SMALL_FRAMES)
             .initial_max_send_streams(usize::MAX >> 1)
@@ -176,6 +197,13 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Opener<S> {
         };
         Ok((requests, opener))
     }
+}
+
+/// Returns the time for which an [`Opener`] remembers a reset stream. A link that was broken for the time `grace` receives
+/// the frames that the peer sent before the break.
+fn opener_reset_time(grace: Duration) -> Duration {
+    let time = grace.saturating_add(REPLAY_TIME);
+    time.clamp(OPENER_RESET_TIME, LONGEST_OPENER_RESET_TIME)
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Opener<S, B> {

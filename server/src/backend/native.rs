@@ -176,7 +176,8 @@ impl Agents {
         };
         let session = stream.session();
         let pings = Pings::with_keepalive(context.keepalive);
-        let opener = Opener::new(stream, inbound.clone(), pings);
+        let grace = self.sessions.grace();
+        let opener = Opener::resumable(stream, inbound.clone(), pings, grace);
         // Nothing is lost with a link that breaks so early.
         let opened = tokio::select! {
             opened = opener => opened.map_err(|error| error.to_string()),

@@ -106,6 +106,11 @@ impl Sessions {
         })
     }
 
+    /// Returns the time after which a session without a transport ends.
+    pub(crate) fn grace(&self) -> Duration {
+        self.grace
+    }
+
     /// Creates the ticket of a new session. Returns `None` if resumption is disabled.
     pub(crate) fn ticket(&self) -> Option<Ticket> {
         if self.grace.is_zero() {

@@ -352,6 +352,15 @@ async fn late_bytes_of_many_reset_streams_do_not_end_an_opener() {
     run.abort();
 }
 
+#[test]
+fn reset_streams_are_remembered_until_a_broken_link_has_resumed() {
+    for (grace, time) in [(0, 30), (20, 30), (30, 40), (60, 70), (3600, 120)] {
+        let remembered = opener_reset_time(Duration::from_secs(grace));
+        assert_eq!(remembered, Duration::from_secs(time));
+    }
+    assert_eq!(opener_reset_time(Duration::MAX), LONGEST_OPENER_RESET_TIME);
+}
+
 #[tokio::test]
 async fn broken_link_is_not_exhausted() {
     let (near, far) = duplex(1 << 16);
