@@ -13,10 +13,10 @@ use super::super::service::Agents;
 use crate::listener::ListenerContext;
 use crate::metrics::{RejectReason, ResumeOutcome};
 
-/// Reason for the end of a link whose agent is no longer accepted.
+/// Reason for the end of a link whose agent has a token that was refused.
 const REFUSED: &str = "the token of the agent was refused when the link resumed";
 
-/// What an agent that wants to resume a session says about itself.
+/// Identity that an agent claims in its request to resume a session, and its token.
 pub(super) struct Claim {
     pub(super) request: ResumeRequest,
     pub(super) hello: Hello,

@@ -129,7 +129,7 @@ impl Agents {
         })))
     }
 
-    /// Finds the session that an agent wants to resume, without a review of its token. Answers if there is none.
+    /// Finds the session that an agent wants to resume, without a review of its token. Answers a request for another session.
     async fn find<S>(
         &self,
         stream: &mut S,
