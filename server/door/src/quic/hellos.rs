@@ -21,7 +21,7 @@ const MAX_DATAGRAMS: usize = 4;
 /// Largest numbers of clients and bytes in all tables of the process, and the largest number of clients of one
 /// source: a /24 network, or a /56 network with IPv6.
 const MAX_CLIENTS: usize = 8192;
-const MAX_BYTES: usize = 16 * 1024 * 1024;
+const MAX_BYTES: usize = 32 * 1024 * 1024;
 const MAX_CLIENTS_OF_SOURCE: usize = 256;
 
 /// The incomplete hellos of one listener.
