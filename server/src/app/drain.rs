@@ -24,8 +24,8 @@ pub(super) async fn drained(frontend: Arc<Frontend>, timeout: Duration, linger: 
     // Each connection of a gRPC client has a call.
     let open = || router.in_use().max(frontend.calls.len()) + frontend.leaving.len();
     router.drain();
-    info!(?timeout, ?linger, connections = open(), "draining");
     let linger = linger.min(timeout);
+    info!(?timeout, ?linger, connections = open(), "draining");
     let idle = async {
         let mut busy = Instant::now();
         loop {

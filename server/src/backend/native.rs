@@ -176,7 +176,9 @@ impl Agents {
         };
         let session = stream.session();
         let pings = Pings::with_keepalive(context.keepalive);
-        let grace = self.sessions.grace();
+        let grace = session
+            .as_ref()
+            .map_or(Duration::ZERO, |_| self.sessions.grace());
         let opener = Opener::resumable(stream, inbound.clone(), pings, grace);
         // Nothing is lost with a link that breaks so early.
         let opened = tokio::select! {

@@ -67,7 +67,7 @@ struct Entry {
     serial: u64,
     session: Arc<AgentSession>,
     inbound: Arc<Inbound>,
-    /// Number of the latest request whose token is to be reviewed.
+    /// Number of the latest request.
     latest: watch::Sender<u64>,
     /// Held during a review.
     reviewing: tokio::sync::Mutex<()>,
@@ -86,7 +86,11 @@ pub(crate) struct Resumption {
 }
 
 /// Session that continues on another transport.
-pub(crate) struct Resumed(Arc<Entry>);
+pub(crate) struct Resumed {
+    entry: Arc<Entry>,
+    /// Number of the request.
+    number: u64,
+}
 
 /// Follows the state of a session: logs breaks, and counts the agent as away until the value is dropped.
 pub(crate) struct AwayWatch {
@@ -173,7 +177,7 @@ impl Sessions {
     }
 
     /// Returns the session of a request. Returns `None` if the session has ended, the request does not prove that the agent
-    /// has the secret of the session, or the owner is another one by `may_own`.
+    /// has the secret of the session, or `may_own` returns false for the owner of the session.
     pub(crate) fn find(
         &self,
         request: &ResumeRequest,
@@ -217,20 +221,23 @@ impl Sessions {
                 answer: answer_head,
             },
         };
-        match entry.session.attach(attached) {
-            Ok(()) => {
-                info!(
-                    agent = entry.owner.agent_id,
-                    "the link to the agent resumed"
-                );
-                Some(Resumed(entry))
-            }
-            Err(mut refused) => {
-                self.count(ResumeOutcome::Unknown);
-                let _ = over(&mut refused.transport).await;
-                None
-            }
+        // The latest request has the latest transport, and its token is reviewed last.
+        let (mut number, mut refused) = (0, None);
+        entry.latest.send_modify(|latest| {
+            *latest += 1;
+            number = *latest;
+            refused = entry.session.attach(attached).err();
+        });
+        if let Some(mut refused) = refused {
+            self.count(ResumeOutcome::Unknown);
+            let _ = over(&mut refused.transport).await;
+            return None;
         }
+        info!(
+            agent = entry.owner.agent_id,
+            "the link to the agent resumed"
+        );
+        Some(Resumed { entry, number })
     }
 
     /// Counts a request to resume, or a session that ended without one.
@@ -252,34 +259,28 @@ impl Sessions {
 impl Resumed {
     /// Returns the owner of the session.
     pub(crate) fn owner(&self) -> &Owner {
-        &self.0.owner
+        &self.entry.owner
     }
 
-    /// Waits for the end of the review of an earlier request. Returns `None` once a later request waits: a session has at
-    /// most one review, and one request that waits. A review is never given up for a later request, which could
-    /// otherwise prevent its outcome.
+    /// Waits until the review of an earlier request has ended. Returns `None` if a later request arrives meanwhile. A review
+    /// in progress is never cancelled: otherwise repeated requests could prevent its outcome.
     pub(crate) async fn turn(&self) -> Option<MutexGuard<'_, ()>> {
-        let mut latest = self.0.latest.subscribe();
-        let mut number = 0;
-        self.0.latest.send_modify(|latest| {
-            *latest += 1;
-            number = *latest;
-        });
+        let mut latest = self.entry.latest.subscribe();
         tokio::select! {
             biased;
-            turn = self.0.reviewing.lock() => Some(turn),
-            _ = latest.wait_for(|latest| *latest != number) => None,
+            turn = self.entry.reviewing.lock() => Some(turn),
+            _ = latest.wait_for(|latest| *latest != self.number) => None,
         }
     }
 
     /// Ends the link and closes its transport, for the given reason.
     pub(crate) fn revoke(&self, why: &'static str) {
-        self.0.session.revoke(why);
+        self.entry.session.revoke(why);
     }
 
     /// Resolves once the link has ended.
     pub(crate) async fn ended(&self) {
-        self.0.session.ended().await;
+        self.entry.session.ended().await;
     }
 }
 
@@ -518,7 +519,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn later_request_replaces_one_that_waits_for_a_review_and_none_that_is_in_progress() {
+    async fn later_request_replaces_a_waiting_review_but_not_a_running_one() {
         let sessions = sessions(30);
         let ticket = sessions.ticket().unwrap();
         let (near, _far) = duplex(64);

@@ -16,7 +16,7 @@ use crate::metrics::{RejectReason, ResumeOutcome};
 /// Reason for the end of a link whose agent has a token that was refused.
 const REFUSED: &str = "the token of the agent was refused when the link resumed";
 
-/// Identity that an agent claims in its request to resume a session, and its token.
+/// Introduction of an agent that requests to resume a session.
 pub(super) struct Claim {
     pub(super) request: ResumeRequest,
     pub(super) hello: Hello,
@@ -34,7 +34,7 @@ impl Agents {
     }
 
     /// Reviews the token of an agent whose link has resumed. A refused token, or the token of another identity, ends the
-    /// link. Without an answer of the API the link stays: its token was accepted when the link began, and a link that
+    /// link. If the review has no outcome, the link stays: its token was accepted when the link began, and a link that
     /// does not break gets no further review either.
     pub(super) async fn confirm(
         &self,
@@ -56,8 +56,8 @@ impl Agents {
         };
         let reviewed = tokio::select! {
             reviewed = review => reviewed,
-            () = resumed.ended() => None,
-            () = context.shutdown.cancelled() => None,
+            () = resumed.ended() => return,
+            () = context.shutdown.cancelled() => return,
         };
         let agent = &resumed.owner().agent_id;
         let (reason, why) = match reviewed {
@@ -75,6 +75,7 @@ impl Agents {
                 return;
             }
             Some(Err(refusal)) => (refusal.reason(), refusal.to_string()),
+            // Or a later request has the link.
             Some(Ok(_)) | None => return self.sessions.count(ResumeOutcome::Resumed),
         };
         resumed.revoke(REFUSED);

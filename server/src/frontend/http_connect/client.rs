@@ -34,7 +34,7 @@ pub(crate) trait ClientRead: AsyncRead + Unpin + Send {
 /// TLS stream of a client.
 type Stream = Arc<Mutex<TlsStream<Gated<TcpStream>>>>;
 
-/// Reading half of a TLS stream. Unlike the half of `tokio::io::split`, this one sees the socket.
+/// Reading half of a TLS stream. Unlike the half of `tokio::io::split`, gives access to the socket.
 pub(crate) struct TlsRead(Stream);
 
 /// Writing half of a TLS stream.
@@ -46,11 +46,6 @@ pub(crate) fn halves(stream: TlsStream<Gated<TcpStream>>) -> (TlsRead, TlsWrite)
     (TlsRead(stream.clone()), TlsWrite(stream))
 }
 
-/// Tells whether both directions of a socket have ended. An error of the socket counts as an end.
-fn is_closed(ready: io::Result<Ready>) -> bool {
-    ready.map_or(true, Ready::is_write_closed)
-}
-
 impl ClientRead for OwnedReadHalf {
     const TELLS_HANG_UP: bool = true;
     const TELLS_INCOMPLETE_END: bool = false;
@@ -58,8 +53,11 @@ impl ClientRead for OwnedReadHalf {
     /// A Unix socket reports a hang-up as soon as the peer closes its socket. A wait for writability returns
     /// at once on a writable socket, so this function polls for the hang-up.
     async fn hung_up(&self) {
-        while !is_closed(self.ready(Interest::WRITABLE).await) {
-            sleep(HANG_UP_CHECK).await;
+        loop {
+            match self.ready(Interest::WRITABLE).await {
+                Ok(ready) if !ready.is_write_closed() => sleep(HANG_UP_CHECK).await,
+                _ => return,
+            }
         }
     }
 }
@@ -69,18 +67,15 @@ impl ClientRead for TlsRead {
     /// A TLS client misses the close_notify alert (RFC 8446, section 6.1).
     const TELLS_INCOMPLETE_END: bool = true;
 
-    /// The end of a TLS client's bytes may be a half close, also with a FIN of TCP. Once the client's kernel has
-    /// forgotten the connection, which takes about a minute, it answers a keepalive probe with a reset.
+    /// The end of a TLS client's bytes may be a half close, also with a FIN of TCP; only a reset proves a close. The client's
+    /// kernel answers a keepalive probe with a reset once it has forgotten the connection, which takes about a minute.
     async fn hung_up(&self) {
         loop {
             sleep(HANG_UP_CHECK).await;
             let stream = self.0.lock();
             let socket = stream.get_ref().0.get_ref();
-            if socket
-                .ready(Interest::WRITABLE)
-                .now_or_never()
-                .is_some_and(is_closed)
-            {
+            let ready = socket.ready(Interest::ERROR).now_or_never();
+            if ready.is_some_and(|ready| ready.is_ok_and(Ready::is_error)) {
                 return;
             }
         }
