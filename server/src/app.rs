@@ -197,8 +197,8 @@ impl Bound {
             .transpose()?;
         let flags = ["--health-bind-address", "--health-port"];
         let health = admin::bind(&config.health.host, config.health.port, flags).await?;
-        // The last one, because it takes the socket file away from a server that still runs: a start that fails for
-        // another reason must not.
+        // Bound last: this replaces the socket file of a server that still runs, so a start that fails earlier leaves that
+        // file alone.
         let (frontend, frontend_tls) = bind_frontend(&config, &mut reloader).await?;
         let frontend_socket = match &config.frontend {
             config::Frontend::Uds { path, .. } => Some(path.clone()),

@@ -1,7 +1,7 @@
 //! Files that are watched for changes. Kubernetes replaces a mounted ConfigMap or Secret by changing a
 //! symbolic link; editors write in place. Both changes are noticed. New content counts once two checks have read
 //! the same content, so partly written files, and files from two states of a Secret, are not used. A file system over the
-//! network may never answer, so programs read files by [`read_in_background`].
+//! network may never answer, so programs read files with [`read_in_background`].
 
 use std::fmt::Display;
 use std::future::pending;
@@ -126,7 +126,8 @@ pub async fn read_in_background<T: Send + 'static>(
 
 /// Returns the reason and the remedy for files that are not read within [`SLOW_READ`].
 pub fn too_slow(files: impl Display) -> String {
-    format!("reading {files} takes more than 30 s; check the volume")
+    let limit = SLOW_READ.as_secs();
+    format!("reading {files} takes more than {limit} s; check the volume")
 }
 
 // === impl FileFollower ===

@@ -107,7 +107,8 @@ where
 // === impl Follower ===
 
 impl Follower {
-    /// As [`open`](Self::open), on a thread of its own. The log has a warning if the file cannot be read in time.
+    /// Reads the file for the first time on a thread of its own, and applies its routes. Logs a warning if this takes
+    /// longer than [`SLOW_READ`](culvert_host::file_follower::SLOW_READ).
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -117,7 +118,7 @@ impl Follower {
         metrics: Arc<ProxyMetrics>,
     ) -> Result<Self, FileError> {
         let why = too_slow(path.display());
-        let is_slow = || warn!("{why}; this program does not start until then");
+        let is_slow = || warn!("{why}; this program starts once the file is read");
         let path = path.to_owned();
         let open = move || Self::open(&path, table, metrics);
         read_in_background(open, is_slow).await.0
@@ -149,7 +150,8 @@ impl Follower {
         stop.run_until_cancelled(self.follow(changes)).await;
     }
 
-    /// Follows the file. The looks run on a thread of their own also because a large file takes some time.
+    /// Follows the file. Each look runs on a thread of its own: a file system over the network may never answer, and a
+    /// large file takes time.
     async fn follow(mut self, changes: watch::Sender<u64>) {
         let (metrics, why) = (self.metrics.clone(), too_slow(self.file.path().display()));
         let mut was_slow = false;

@@ -242,7 +242,8 @@ pub(super) struct TunnelFlags {
     pub(super) backend_dial_timeout: GoDuration,
 
     /// Longest time for connections to end after SIGTERM; 0 ends them at once. Meanwhile /readyz fails, agents
-    /// search for other servers, and new dials are served. The server ends earlier after --drain-linger
+    /// search for other servers, and new dials are served. The server ends earlier once no dial
+    /// or connection has existed for --drain-linger
     #[arg(long, value_name = "DURATION", default_value = "0")]
     pub(super) graceful_shutdown_timeout: GoDuration,
 

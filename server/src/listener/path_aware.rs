@@ -1,6 +1,6 @@
 //! The socket of an agent. It limits its unsent bytes once the path to the agent turns out to be long: the kernel knows
-//! only the round trip to a proxy in between, such as the front door. It moves to the thread of its link if the link was
-//! there before.
+//! only the round trip to a proxy in between, such as the front door. The socket of a connection that resumes a link moves
+//! to the thread of the link.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;

@@ -56,7 +56,8 @@ struct Decision {
 }
 
 impl Start {
-    /// As [`read`](Self::read), on a thread of its own. The log has a warning if the files cannot be read in time.
+    /// As [`read`](Self::read), on a thread of its own. Logs a warning if this takes longer than
+    /// [`SLOW_READ`](culvert_host::file_follower::SLOW_READ).
     ///
     /// # Errors
     /// As [`read`](Self::read).
@@ -68,7 +69,12 @@ impl Start {
             .map(|path| path.display().to_string())
             .collect();
         let files = files.join(" or ");
-        let is_slow = || warn!("{}; this server does not start until then", too_slow(files));
+        let is_slow = || {
+            warn!(
+                "{}; this server starts once the files are read",
+                too_slow(files)
+            )
+        };
         let (start, _) = read_in_background(move || Self::read(settings), is_slow).await;
         start
     }

@@ -69,7 +69,8 @@ impl Hub {
             (Opcode::HardResetClientV2, None, Some(0)) => self.answer(from, header.session, now),
             // The echo was lost. Clients before 2.6 repeat the echo only after another answer.
             (Opcode::ControlV1, None, Some(1)) => self.answer(from, header.session, now),
-            // A later acknowledgement belongs to a session that was evicted: its TLS handshake cannot continue.
+            // A client that acknowledges a later packet had a session before. Its TLS handshake cannot continue in a new
+            // session.
             (Opcode::ControlV1 | Opcode::AckV1, Some(echoed), _)
                 if packet.acks.iter().all(|id| *id == 0) =>
             {

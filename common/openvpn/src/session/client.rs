@@ -36,7 +36,7 @@ const MAX_PEER_NOTICE: usize = 512;
 #[derive(Default)]
 pub(super) struct Server {
     options: PeerOptions,
-    /// Time limit for the server's first answer; `None` without `connect-timeout`.
+    /// Deadline for the server's first answer; `None` without `connect-timeout`.
     pub(super) answer_by: Option<Instant>,
     /// Time of the next request for the options.
     pub(super) request_at: Option<Instant>,

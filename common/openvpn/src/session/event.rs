@@ -121,7 +121,7 @@ pub enum Ended {
     /// No packet was received for this time (`ping-restart`).
     #[error("nothing received for {} s", .0.as_secs())]
     PingTimeout(Duration),
-    /// The negotiation did not finish within the hand-window.
+    /// The negotiation did not finish within the hand-window, or the server did not answer within `connect-timeout`.
     #[error("the handshake did not finish in time: {stage}")]
     HandshakeTimeout {
         /// Progress of the negotiation, with the usual cause.
@@ -145,7 +145,8 @@ pub enum Ended {
 }
 
 impl Ended {
-    /// Returns true if a negotiation or a check of the peer failed, or if the peer violated the protocol.
+    /// Returns true if TLS, a check of the client or the hand-window failed, or if the peer violated the protocol. False
+    /// for [`Ended::Negotiation`], which ends only sessions that were never established.
     pub fn is_failure(&self) -> bool {
         matches!(
             self,

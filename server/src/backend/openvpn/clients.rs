@@ -61,8 +61,7 @@ struct Client {
     transport: Transport,
     program: String,
     iroutes: Vec<Ipv4Net>,
-    address: Ipv4Addr,
-    /// Lease of the address, which ends when the client is removed.
+    /// Lease of the client's address, which ends when the client is removed.
     lease: Lease,
     /// Interval at which the client was told to send pings.
     ping: Option<Duration>,
@@ -206,12 +205,15 @@ impl Clients {
         // Replaced clients still have their addresses for a moment.
         let replaced = || state.clients.values().rev().filter(others);
         let dynamic = || match replaced().find(|other| other.lease.is_dynamic) {
-            Some(other) => Ok(self.pool.take_over(other.address)),
+            Some(other) => Ok(self.pool.take_over(other.lease.address)),
             None => self.pool.lease(),
         };
         // An old connection of the client may not have ended yet, also with duplicate-cn.
         let has_own = |own| {
-            let mut holders = state.clients.values().filter(|other| other.address == own);
+            let mut holders = state
+                .clients
+                .values()
+                .filter(|other| other.lease.address == own);
             holders.next().is_some_and(|other| other.name == name)
         };
         let lease = match file.address {
@@ -255,7 +257,6 @@ impl Clients {
             transport,
             program,
             iroutes: file.iroutes.clone(),
-            address,
             lease,
             ping: push::ping(&push),
             silence: silence.clone(),
@@ -349,7 +350,7 @@ impl Clients {
                 let transport = client.transport.to_string().to_uppercase();
                 let program = &client.program;
                 tunnel::Peer {
-                    name: format!("{} {}", client.name, client.address),
+                    name: format!("{} {}", client.name, client.lease.address),
                     kind: format!("{program}, {transport}"),
                     health: client.health(),
                     connections: client.peer.as_ref().map_or(0, Peer::flows),
@@ -404,7 +405,7 @@ impl Client {
 
     /// Returns the length of the longest prefix of this client that contains the address.
     fn longest(&self, address: Ipv4Addr) -> Option<u8> {
-        if address == self.address {
+        if address == self.lease.address {
             return Some(32);
         }
         let nets = self.iroutes.iter().filter(|net| net.contains(&address));

@@ -260,7 +260,7 @@ impl Udp {
     /// Collects and sends packets. Returns true if there may be more to send now.
     fn send(&mut self, now: Moment, cx: &mut Context<'_>) -> bool {
         if self.socket.poll_flush(cx).is_pending() {
-            // Only this call runs the timers of the flows. Expired timers would end each wait at once.
+            // The timers of the flows run only in `poll_output`. Expired timers would end each wait at once.
             let members = self.members.values_mut();
             for streams in members.filter_map(|member| member.streams.as_mut()) {
                 streams.poll_output(now, &mut |_| false);
@@ -357,7 +357,7 @@ mod tests {
         let world = World::new(|_| {});
         let socket = UdpSocket::bind("127.0.0.1:0").await.unwrap();
         let remote = socket.local_addr().unwrap();
-        // The kernel reports that the socket is writable again only after the socket was used.
+        // tokio regards the socket as not writable until the kernel reports a change.
         socket.writable().await.unwrap();
         let blocked = || Err::<(), _>(io::Error::from(io::ErrorKind::WouldBlock));
         assert!(socket.try_io(Interest::WRITABLE, blocked).is_err());

@@ -240,7 +240,7 @@ async fn connections_of_one_name_share_the_address_of_their_file() {
         assert!(!client.kick.is_cancelled());
     }
     assert_eq!(world.way("10.20.0.6"), Some(new.admission.id));
-    // The address belongs to the older connection until it ends, too.
+    // The older connection keeps the address until it ends.
     drop(new);
     assert_eq!(world.way("10.20.0.6"), Some(old.admission.id));
     let other = world.connect("other");
