@@ -6,6 +6,7 @@ use culvert_kit::client::FrontEnd;
 use culvert_kit::services::Services;
 use culvert_tests::{Executable, Mode, Signal, Topology, Transport, black_hole, eventually};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::time::sleep;
 
 use crate::listeners::get;
 use crate::searching::Lone;
@@ -208,6 +209,22 @@ async fn draining_server_serves_until_its_connections_have_ended() {
         assert_eq!(status.code(), Some(0), "{}", topology.server(0).log());
         assert!(topology.server(0).log().contains("drained"));
     }
+}
+
+#[tokio::test]
+async fn draining_server_without_connections_serves_dials_during_its_linger() {
+    let services = Services::start().await.unwrap();
+    let args = ["--graceful-shutdown-timeout=10m", "--drain-linger=10m"];
+    let builder = Topology::builder(Mode::HttpConnect, Transport::Uds);
+    let builder = builder.server(Executable::Ours, &args);
+    let mut topology = builder.agents(1).start().await;
+    topology.server(0).signal(Signal::TERM);
+    topology.server(0).wait_for_log("draining", LIMIT).await;
+    // The default linger is 5 s.
+    sleep(Duration::from_secs(7)).await;
+    Innocent::open(&topology, services.raw).await;
+    topology.server(0).signal(Signal::TERM);
+    topology.server(0).wait_exit(LIMIT).await;
 }
 
 #[tokio::test]
