@@ -243,6 +243,8 @@ impl Flow {
             (self.received_in, self.sent_in) = (NO_SHARE, NO_SHARE);
         }
         let offer = self.track.offer(self.receive_share);
+        let early = self.early_acknowledgement(segment, packet);
+        let packet = early.as_deref().unwrap_or(packet);
         let mut device = Wire::new(packet, Sink::Replies(replies), self.mtu, offer);
         self.interface
             .poll_ingress_single(self.clock.at(now), &mut device, &mut self.sockets);
@@ -263,6 +265,35 @@ impl Flow {
             });
         }
         acknowledged
+    }
+
+    /// Returns the packet with the expected sequence number, if the packet is an acknowledgement without data that follows
+    /// missing bytes. smoltcp ignores an acknowledgement outside its window, also at the end of the window. The flow could
+    /// then send nothing until its reader continues, and the reader may wait for what the flow sends. RFC 9293, 3.10.7.4,
+    /// requires that a receiver with a full buffer accepts acknowledgements. The acknowledgement of a segment with data
+    /// stays ignored: the other end repeats it without data.
+    fn early_acknowledgement(&self, segment: &Segment<'_>, packet: &[u8]) -> Option<Vec<u8>> {
+        let may_miss_bytes = matches!(
+            self.state(),
+            State::Established | State::FinWait1 | State::FinWait2
+        );
+        let kind = segment.flags() & (flags::SYN | flags::FIN | flags::RST | flags::ACK);
+        if !may_miss_bytes || !segment.payload().is_empty() || kind != flags::ACK {
+            return None;
+        }
+        let unread = self.socket().recv_queue();
+        let first = self.track.first()?;
+        let expected = first.wrapping_add(self.read).wrapping_add(unread as u32);
+        // Window probes and a FIN may lie behind the window.
+        let most = self.socket().recv_capacity() as u32;
+        if !(1..=most).contains(&segment.sequence().wrapping_sub(expected)) {
+            return None;
+        }
+        let mut packet = packet.to_vec();
+        let sequence = (packet.len() - segment.header_len() + 4)..;
+        let bytes = packet.get_mut(sequence)?.first_chunk_mut()?;
+        *bytes = expected.to_be_bytes();
+        Some(packet)
     }
 
     /// True if smoltcp may process `segment` in SYN-SENT. Simultaneous open and segments that arrive before

@@ -75,6 +75,11 @@ impl<'a> Segment<'a> {
         self.destination
     }
 
+    /// Returns the length of the header with its options, in bytes.
+    pub(crate) fn header_len(&self) -> usize {
+        self.header.len() + self.options.len()
+    }
+
     /// Returns the sequence number of the first byte.
     pub fn sequence(&self) -> u32 {
         let h = self.header;

@@ -233,6 +233,11 @@ impl Track {
         self.sent
     }
 
+    /// Returns the sequence number of the remote end's first byte, once known.
+    pub(crate) fn first(&self) -> Option<u32> {
+        self.first
+    }
+
     /// Returns the sequence number acknowledged last to the remote end.
     pub(crate) fn expected(&self) -> u32 {
         self.expected

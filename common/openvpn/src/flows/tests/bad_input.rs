@@ -176,6 +176,39 @@ fn segments_outside_of_the_window_do_nothing() {
     assert_eq!(net.accepted().received, 1000);
 }
 
+#[test]
+fn acknowledgements_behind_a_full_buffer_count() {
+    let accepted = |distance: u32, flag: u8, beyond: u32| {
+        let mut net = Net::new();
+        net.b.to_send = 4 << 20;
+        let id = net.dial(POD, 0);
+        let stream = net.a.streams.get_mut(&id).unwrap();
+        (stream.keep_open, stream.paused) = (true, true);
+        net.run(Duration::from_secs(5), |_| false);
+        net.ba.stalled = true;
+        let now = net.now;
+        assert_eq!(net.a.flows.send(id, b"data").unwrap(), 4);
+        net.turn();
+        assert_eq!(net.a.flows.unacknowledged(id), 4);
+        let to = SocketAddrV4::new(SERVER, net.port_of(id));
+        let track = net.a.flows.slots.flow(id.index).unwrap().track;
+        let numbers = (
+            track.expected().wrapping_add(distance),
+            track.sent().wrapping_add(beyond),
+        );
+        let packet = tcp(POD, to, numbers, flag, 1000, &[], b"");
+        assert_eq!(net.a.flows.input(&packet, now), Input::Accepted);
+        net.a.flows.unacknowledged(id) == 0
+    };
+    assert!(accepted(0, flags::ACK, 0));
+    // The other end may have sent a FIN or a window probe that was lost.
+    assert!(accepted(1, flags::ACK, 0));
+    assert!(!accepted(1 << 20, flags::ACK, 0));
+    assert!(!accepted(1, flags::ACK, 1));
+    assert!(!accepted(1, 0, 0));
+    assert!(!accepted(1, flags::ACK | flags::FIN, 0));
+}
+
 /// Almost valid segments in all states, from a remote end that sees the flow's packets.
 #[test]
 fn hostile_segments_never_panic() {

@@ -412,3 +412,31 @@ fn hosts_that_are_slow_or_gone_do_not_shrink_the_cap() {
     assert!(net.a.flows.stats().retransmitted > 3);
     assert!(net.a.flows.stats().in_flight_cap >= grown);
 }
+
+#[test]
+fn a_full_receive_buffer_does_not_stop_the_opposite_direction() {
+    let large = || Config::for_tunnel(Transport::Tcp, LARGE_TUN_MTU);
+    for seed in 100..110 {
+        let mut net = Net::with(large(), large(), seed);
+        for wire in [&mut net.ab, &mut net.ba] {
+            wire.loss = 0.02;
+            wire.reorder = 0.05;
+        }
+        let (there, back) = (2_000_000, 1_500_000);
+        net.b.to_send = back;
+        let id = net.dial(POD, there);
+        let arrived = net.run(10 * MINUTE, |net| {
+            let dialed = net.a.streams.get_mut(&id).unwrap();
+            dialed.paused = dialed.received > back / 3;
+            let accepted = net.b.streams.values().next();
+            accepted.is_some_and(|stream| stream.received == there)
+        });
+        assert!(arrived, "seed {seed}: {:?}", net.accepted());
+        net.a.streams.get_mut(&id).unwrap().paused = false;
+        let now = net.now;
+        net.a.pump(id, now);
+        net.settle(10 * MINUTE);
+        assert_eq!(net.a.streams[&id].received, back);
+        assert_eq!(net.a.streams[&id].closed, Some(Closed::Finished));
+    }
+}
