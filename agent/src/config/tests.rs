@@ -53,6 +53,17 @@ impl Files {
 }
 
 #[test]
+fn a_grace_time_beyond_the_limit_for_closing_connections_causes_a_warning() {
+    let files = Files::new();
+    for (grace, expected) in [("30s", 0), ("31s", 1)] {
+        let flag = format!("--resume-grace={grace}");
+        let warnings = files.read(&[&flag]).unwrap().warnings;
+        assert_eq!(warnings.len(), expected, "{warnings:?}");
+        assert!(warnings.iter().all(|text| text.contains("30s")));
+    }
+}
+
+#[test]
 fn defaults_match_the_stock_agent() {
     let files = Files::new();
     let expected = Config {

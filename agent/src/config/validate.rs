@@ -57,6 +57,9 @@ impl Flags {
         let drain_timeout = self.tunnel.drain_timeout(p);
         let drain_linger = p.not_negative("drain-linger", self.tunnel.drain_linger);
         let resume_grace = p.not_negative("resume-grace", self.tunnel.resume_grace);
+        if let Some(warning) = culvert_native::resume::grace_warning(resume_grace) {
+            p.warn(warning);
+        }
         let token_path = p.file("service account token path", &id.service_account_token_path);
         if let Err(error) = identifiers::check(&id.agent_identifiers) {
             p.error(error.to_string());

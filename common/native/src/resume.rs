@@ -27,6 +27,8 @@ mod stream;
 
 use std::time::Duration;
 
+use culvert_stream::CLOSE_STALL;
+
 pub use self::core::{Core, FrameError, SLICES};
 pub use self::hello::{
     Binding, EXPORTER_LABEL, Offer, ResumeAnswer, ResumeRequest, Ticket, add_offer, add_request,
@@ -51,6 +53,16 @@ pub fn buffer_bytes(grace: Duration) -> usize {
         true => 0,
         false => 3 * REPLAY_BYTES,
     }
+}
+
+/// Returns a warning if connections that close do not wait for the whole grace time.
+pub fn grace_warning(grace: Duration) -> Option<String> {
+    (grace > CLOSE_STALL).then(|| {
+        format!(
+            "--resume-grace is longer than {CLOSE_STALL:?}: after one side has closed a connection, its last bytes wait \
+             at most {CLOSE_STALL:?} for a broken link"
+        )
+    })
 }
 
 /// Longest time until received bytes are acknowledged.

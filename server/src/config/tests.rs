@@ -511,6 +511,17 @@ fn lease_is_kept_only_if_requested() {
 }
 
 #[test]
+fn a_grace_time_beyond_the_limit_for_closing_connections_causes_a_warning() {
+    let files = Files::new();
+    for (grace, expected) in [("30s", 0), ("31s", 1)] {
+        let flag = format!("--resume-grace={grace}");
+        let warnings = files.uds(&[&flag]).unwrap().warnings;
+        assert_eq!(warnings.len(), expected, "{warnings:?}");
+        assert!(warnings.iter().all(|text| text.contains("30s")));
+    }
+}
+
+#[test]
 fn unusable_names_of_leases_are_reported_at_start() {
     let files = Files::new();
     let line = ["--enable-lease-controller", "--server-id=Server 1"];

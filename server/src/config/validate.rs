@@ -88,6 +88,9 @@ impl Flags {
         let time = self.agents.keepalive_time;
         let keepalive_time = keepalive(p, "keepalive-time", time);
         let resume_grace = p.not_negative("resume-grace", self.agents.resume_grace);
+        if let Some(warning) = culvert_native::resume::grace_warning(resume_grace) {
+            p.warn(warning);
+        }
         let time = self.frontend.frontend_keepalive_time;
         let frontend_keepalive_time = keepalive(p, "frontend-keepalive-time", time);
         let server_id = p.header_value("server-id", self.agents.server_id.clone());
