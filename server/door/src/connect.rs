@@ -196,16 +196,9 @@ impl ConnectListener {
             match &self.tls {
                 Some(tls) if is_tls => {
                     let acceptor = TlsAcceptor::from(tls.get());
-                    match acceptor.accept(ReadAhead::new(stream)).await {
-                        Ok(stream) => {
-                            let served = self.clone().serve_http(stream, &socket, peer, candidate);
-                            served.await;
-                        }
-                        Err(error) => {
-                            let why = culvert_host::tls::explain(&error);
-                            self.refuse(Refusal::Tls, peer, &why);
-                        }
-                    }
+                    // Boxed, so that plain-text clients do not occupy the memory for TLS.
+                    let served = self.serve_tls(acceptor, stream, &socket, peer, candidate);
+                    Box::pin(served).await;
                 }
                 _ if self.require_tls => {
                     self.refuse(Refusal::Tls, peer, "plain text, TLS is required");
@@ -219,6 +212,26 @@ impl ConnectListener {
         tokio::select! {
             () = served => {}
             why = refused => self.unadmitted(why, peer),
+        }
+    }
+
+    async fn serve_tls(
+        self: &Arc<Self>,
+        acceptor: TlsAcceptor,
+        stream: Socket<Arc<TcpStream>>,
+        socket: &TcpStream,
+        peer: Origin,
+        candidate: Option<Arc<Candidate>>,
+    ) {
+        match Box::pin(acceptor.accept(ReadAhead::new(stream))).await {
+            Ok(stream) => {
+                let served = self.clone().serve_http(stream, socket, peer, candidate);
+                served.await;
+            }
+            Err(error) => {
+                let why = culvert_host::tls::explain(&error);
+                self.refuse(Refusal::Tls, peer, &why);
+            }
         }
     }
 
@@ -256,9 +269,13 @@ impl ConnectListener {
         match first.await {
             Ok(()) if received.starts_with(PRIOR_KNOWLEDGE) => {
                 let stream = ReadAhead::behind(received, stream);
-                self.http2(stream, peer, candidate).await;
+                // Boxed, so that HTTP/1.1 clients do not occupy the memory for HTTP/2.
+                Box::pin(self.http2(stream, peer, candidate)).await;
             }
-            Ok(()) => self.http1(stream, socket, received, peer, candidate).await,
+            Ok(()) => {
+                let served = self.http1(stream, socket, received, peer, candidate);
+                Box::pin(served).await;
+            }
             Err(_) => self.refuse(Refusal::Garbage, peer, "left before its request"),
         }
     }
@@ -396,7 +413,11 @@ impl ConnectListener {
     /// Carries an accepted request. `socket` is the client socket to check for a dead peer; `None` for HTTP/2,
     /// which has PINGs. `unread` is the budget for bytes on their way to the client, and for HTTP/1.1 also for
     /// the bytes in the other direction; HTTP/2 bounds those by its windows and by [`Sessions`].
-    async fn run_connection<C, K>(
+    #[expect(
+        clippy::manual_async_fn,
+        reason = "an async fn would keep its arguments twice"
+    )]
+    fn run_connection<C, K>(
         &self,
         client: (&mut C, &mut K),
         connected: Connected,
@@ -404,42 +425,44 @@ impl ConnectListener {
         peer: Origin,
         socket: Option<&TcpStream>,
         unread: Arc<Allowance>,
-    ) -> CloseReason
+    ) -> impl Future<Output = CloseReason>
     where
         C: Source,
         K: Sink,
     {
-        let Connected {
-            stream, upstream, ..
-        } = connected;
-        disable_bbr_on_loopback(&stream);
-        let mut reset = ResetOnDrop::new(&stream);
-        let moved = Arc::<AtomicU64>::default();
-        let [up, down] = Tally::both(&upstream, &self.front.metrics, &moved);
-        let lost = CloseReason::EndpointLost;
-        let both = Socket::new(&stream, false);
-        let uploads = socket.map(|_| unread.clone());
-        let mut source = ReadSource::new(both.clone(), Bytes::new(), lost).within(Some(unread));
-        let mut sink = WriteSink::new(both, lost).within(uploads);
-        let endpoint = (&mut source, &mut sink);
-        let limits = &self.front.limits;
-        // Half-closed connections have the same idle limit as open connections, enforced by `watch` below.
-        // This limit must not be shorter.
-        let half_open = limits.stream_idle.max(HALF_OPEN_IDLE);
-        let sides = [
-            Some(limits.endpoint(&stream)),
-            socket.map(|socket| limits.client(socket)),
-        ];
-        let cut = pin!(watch([&moved], limits.stream_idle, sides));
-        let ended = run_connection(client, endpoint, [up, down], half_open, cut).await;
-        if let Some(time) = ended.answer_time {
-            upstream.stats.times.record(time);
+        async move {
+            // Borrows the whole value: the future must hold the places within the limits until it ends.
+            let Connected {
+                stream, upstream, ..
+            } = &connected;
+            disable_bbr_on_loopback(stream);
+            let mut reset = ResetOnDrop::new(stream);
+            let moved = Arc::<AtomicU64>::default();
+            let [up, down] = Tally::both(upstream, &self.front.metrics, &moved);
+            let lost = CloseReason::EndpointLost;
+            let both = Socket::new(stream, false);
+            let uploads = socket.map(|_| unread.clone());
+            let mut source = ReadSource::new(both.clone(), Bytes::new(), lost).within(Some(unread));
+            let mut sink = WriteSink::new(both, lost).within(uploads);
+            let endpoint = (&mut source, &mut sink);
+            let limits = &self.front.limits;
+            // Half-closed connections have the same idle limit as open connections, enforced by `watch` below.
+            // This limit must not be shorter.
+            let half_open = limits.stream_idle.max(HALF_OPEN_IDLE);
+            let client_side = socket.map(|socket| limits.client(socket));
+            let endpoint_side = limits.endpoint(stream);
+            let sides = [Some(&endpoint_side), client_side.as_ref()];
+            let cut = pin!(watch([&moved], limits.stream_idle, sides));
+            let ended = run_connection(client, endpoint, [up, down], half_open, cut).await;
+            if let Some(time) = ended.answer_time {
+                upstream.stats.times.record(time);
+            }
+            log_closed!(ended, %peer, authority, upstream = %upstream.key);
+            if ended.is_complete() {
+                reset.disarm();
+            }
+            ended.reason
         }
-        log_closed!(ended, %peer, authority, upstream = %upstream.key);
-        if ended.is_complete() {
-            reset.disarm();
-        }
-        ended.reason
     }
 }
 

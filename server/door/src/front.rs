@@ -85,9 +85,9 @@ impl Front {
             let (seat, connection) = (seat(&self.shards), connection.clone());
             let (shard, front) = (seat.shard(), self.clone());
             let serve = move |accepted| async move {
-                let _seat = seat;
+                // A borrow, because a move would keep a second copy in the future.
+                let _seat = &seat;
                 if let Accepted::Tcp(stream, peer) = accepted {
-                    long_path::tune_link(&stream);
                     // Not `run_until_cancelled`: its future would reserve space for the connection's future
                     // twice.
                     tokio::select! {
@@ -105,32 +105,41 @@ impl Front {
     }
 
     /// Serves a connection once its client's address is known and has a share left.
-    async fn begin<C, T>(
+    #[expect(
+        clippy::manual_async_fn,
+        reason = "an async fn would keep its arguments twice"
+    )]
+    fn begin<C, T>(
         &self,
         entrance: Entrance,
         stream: TcpStream,
         peer: SocketAddr,
         connection: C,
-    ) where
+    ) -> impl Future<Output = ()>
+    where
         C: FnOnce(TcpStream, Origin) -> T,
         T: Future<Output = ()>,
     {
-        let _open = self.metrics.open(entrance);
-        let origin = match proxy_protocol::origin(&stream, peer, &self.proxies, &self.hellos).await
-        {
-            Ok(origin) => origin,
-            // A port check of the load balancer.
-            Err(HeaderError::Left) => return,
-            Err(HeaderError::Unadmitted(why)) => {
-                self.metrics.refused(entrance, Refusal::TooManyConnections);
-                debug!(%peer, %why, "connection refused before its PROXY protocol header");
-                return;
-            }
-            Err(why) => return self.refuse_header(entrance, peer, &why.to_string()),
-        };
-        match self.shares.take(origin.ip(), &stream) {
-            Some(_share) => connection(stream, origin).await,
-            None => {
+        async move {
+            long_path::tune_link(&stream);
+            let _open = self.metrics.open(entrance);
+            let origin =
+                match proxy_protocol::origin(&stream, peer, &self.proxies, &self.hellos).await {
+                    Ok(origin) => origin,
+                    // A port check of the load balancer.
+                    Err(HeaderError::Left) => return,
+                    Err(HeaderError::Unadmitted(why)) => {
+                        self.metrics.refused(entrance, Refusal::TooManyConnections);
+                        debug!(%peer, %why, "connection refused before its PROXY protocol header");
+                        return;
+                    }
+                    Err(why) => return self.refuse_header(entrance, peer, &why.to_string()),
+                };
+            // Held until the connection ends.
+            let share = self.shares.take(origin.ip(), &stream);
+            if share.is_some() {
+                connection(stream, origin).await;
+            } else {
                 self.refuse_share(entrance, &origin);
             }
         }
@@ -151,48 +160,81 @@ impl Front {
     }
 
     /// Forwards a TLS connection to the Service that its ClientHello names.
-    pub(crate) async fn serve_sni(self: Arc<Self>, client: TcpStream, peer: Origin) {
+    #[expect(
+        clippy::manual_async_fn,
+        reason = "an async fn would keep its arguments twice"
+    )]
+    pub(crate) fn serve_sni(
+        self: Arc<Self>,
+        client: TcpStream,
+        peer: Origin,
+    ) -> impl Future<Output = ()> + Send {
+        async move {
+            if let Some((upstream, received)) = self.route(&client, &peer).await {
+                self.forward(Entrance::Sni, client, peer, &upstream, received)
+                    .await;
+            }
+        }
+    }
+
+    /// Reads a ClientHello. Returns the upstream that the hello names, and all received bytes.
+    async fn route(&self, client: &TcpStream, peer: &Origin) -> Option<(Arc<Upstream>, Vec<u8>)> {
         let refuse = |reason, why: &str| {
             self.metrics.refused(Entrance::Sni, reason);
             debug!(%peer, why, "TLS connection refused");
         };
-        let hello = timeout(FIRST_BYTES_TIMEOUT, self.read_hello(&client, &peer)).await;
+        let hello = timeout(FIRST_BYTES_TIMEOUT, self.read_hello(client, peer)).await;
         let (hello, received) = match hello {
             Ok(Ok(hello)) => hello,
-            Ok(Err(NoHello::Bad(error))) => return refuse(Refusal::Garbage, &error.to_string()),
-            Ok(Err(NoHello::Left)) => return refuse(Refusal::Garbage, NO_HELLO),
-            Ok(Err(NoHello::Header)) => {
-                return self.refuse_header(Entrance::Sni, peer, UNEXPECTED_HEADER);
+            Ok(Err(none)) => {
+                match none {
+                    NoHello::Bad(error) => refuse(Refusal::Garbage, &error.to_string()),
+                    NoHello::Left => refuse(Refusal::Garbage, NO_HELLO),
+                    NoHello::Header => {
+                        self.refuse_header(Entrance::Sni, peer, UNEXPECTED_HEADER);
+                    }
+                    NoHello::Unadmitted(why) => {
+                        refuse(Refusal::TooManyConnections, &why.to_string());
+                    }
+                }
+                return None;
             }
-            Ok(Err(NoHello::Unadmitted(why))) => {
-                return refuse(Refusal::TooManyConnections, &why.to_string());
+            Err(_) => {
+                refuse(Refusal::Timeout, NO_HELLO);
+                return None;
             }
-            Err(_) => return refuse(Refusal::Timeout, NO_HELLO),
         };
         let Some(name) = hello.server_name else {
-            return refuse(Refusal::NoServerName, "the client sent no server name");
+            refuse(Refusal::NoServerName, "the client sent no server name");
+            return None;
         };
         let Some(upstream) = self.table.by_server_name(&name) else {
-            return refuse(Refusal::Unknown, &format!("no Service has the name {name}"));
+            refuse(Refusal::Unknown, &format!("no Service has the name {name}"));
+            return None;
         };
-        self.forward(Entrance::Sni, client, peer, &upstream, received)
-            .await;
+        Some((upstream, received))
     }
 
     /// Forwards a connection to the Service that owns the node port.
-    pub(crate) async fn serve_node_port(
+    #[expect(
+        clippy::manual_async_fn,
+        reason = "an async fn would keep its arguments twice"
+    )]
+    pub(crate) fn serve_node_port(
         self: Arc<Self>,
         client: TcpStream,
         peer: Origin,
         port: u16,
-    ) {
-        match self.table.by_node_port(port) {
-            Some(upstream) => {
-                self.forward(Entrance::NodePort, client, peer, &upstream, Vec::new())
-                    .await;
+    ) -> impl Future<Output = ()> + Send {
+        async move {
+            match self.table.by_node_port(port) {
+                Some(upstream) => {
+                    self.forward(Entrance::NodePort, client, peer, &upstream, Vec::new())
+                        .await;
+                }
+                // The port was closed after this connection was accepted.
+                None => self.metrics.refused(Entrance::NodePort, Refusal::Unknown),
             }
-            // The port was closed after this connection was accepted.
-            None => self.metrics.refused(Entrance::NodePort, Refusal::Unknown),
         }
     }
 
@@ -222,65 +264,73 @@ impl Front {
         Box::pin(rest).await
     }
 
-    async fn forward(
+    #[expect(
+        clippy::manual_async_fn,
+        reason = "an async fn would keep its arguments twice"
+    )]
+    fn forward(
         self: &Arc<Self>,
         entrance: Entrance,
         client: TcpStream,
         peer: Origin,
         upstream: &Arc<Upstream>,
-        received: Vec<u8>,
-    ) {
-        if !upstream.permits(peer.ip()) {
-            self.metrics.refused(entrance, Refusal::Address);
-            debug!(%peer, upstream = %upstream.key, "connection refused: the Service does not allow the address");
-            return;
-        }
-        let origin = match upstream.expects_header() {
-            true => peer.with_local(&client),
-            false => peer,
-        };
-        let received = upstream.first_bytes(&origin, received);
-        let connected = match upstream.connect(peer.ip(), &received).await {
-            Ok(connected) => connected,
-            Err(error) => {
-                self.metrics.refused(entrance, refusal_of(error));
-                debug!(%peer, upstream = %upstream.key, %error, "connection refused");
+        mut received: Vec<u8>,
+    ) -> impl Future<Output = ()> + Send {
+        async move {
+            if !upstream.permits(peer.ip()) {
+                self.metrics.refused(entrance, Refusal::Address);
+                debug!(%peer, upstream = %upstream.key, "connection refused: the Service does not allow the address");
                 return;
             }
-        };
-        long_path::limit_unread(&client, &connected.stream);
-        let counted = self.metrics.count_connection();
-        let unsent = received.get(connected.sent..).unwrap_or_default();
-        if write_all(&connected.stream, unsent).await.is_err() {
-            return counted.end(CloseReason::EndpointLost);
-        }
-        let stats = &upstream.stats;
-        stats
-            .sent
-            .fetch_add(received.len() as u64, std::sync::atomic::Ordering::Relaxed);
-        drop(received);
-        let spreads = self.shards.count() > 1;
-        let sides = (&client, &connected.stream);
-        let mut ended = self.relay(entrance, sides, stats, spreads).run().await;
-        if ended.reason.is_none() {
-            let sides = (client, connected.stream);
-            let rest = Box::pin(self.forward_bulk(entrance, sides, upstream.clone()));
-            match rest.await {
-                Ok(rest) => {
-                    ended = Ended {
-                        reason: rest.reason,
-                        sent: ended.sent + rest.sent,
-                        received: ended.received + rest.received,
-                    };
-                }
+            received = {
+                let origin = match upstream.expects_header() {
+                    true => peer.with_local(&client),
+                    false => peer,
+                };
+                upstream.first_bytes(&origin, received)
+            };
+            let connected = match upstream.connect(peer.ip(), &received).await {
+                Ok(connected) => connected,
                 Err(error) => {
-                    warn!(%peer, %error, "a connection could not continue on another thread");
+                    self.metrics.refused(entrance, refusal_of(error));
+                    debug!(%peer, upstream = %upstream.key, %error, "connection refused");
+                    return;
+                }
+            };
+            long_path::limit_unread(&client, &connected.stream);
+            let counted = self.metrics.count_connection();
+            let unsent = received.get(connected.sent..).unwrap_or_default();
+            if write_all(&connected.stream, unsent).await.is_err() {
+                return counted.end(CloseReason::EndpointLost);
+            }
+            let stats = &upstream.stats;
+            stats
+                .sent
+                .fetch_add(received.len() as u64, std::sync::atomic::Ordering::Relaxed);
+            drop(received);
+            let spreads = self.shards.count() > 1;
+            let sides = (&client, &connected.stream);
+            let mut ended = self.relay(entrance, sides, stats, spreads).run().await;
+            if ended.reason.is_none() {
+                let sides = (client, connected.stream);
+                let rest = Box::pin(self.forward_bulk(entrance, sides, upstream.clone()));
+                match rest.await {
+                    Ok(rest) => {
+                        ended = Ended {
+                            reason: rest.reason,
+                            sent: ended.sent + rest.sent,
+                            received: ended.received + rest.received,
+                        };
+                    }
+                    Err(error) => {
+                        warn!(%peer, %error, "a connection could not continue on another thread");
+                    }
                 }
             }
-        }
-        debug!(%peer, upstream = %upstream.key, ?ended, "connection closed");
-        if let Some(reason) = ended.reason {
-            counted.end(reason);
+            debug!(%peer, upstream = %upstream.key, ?ended, "connection closed");
+            if let Some(reason) = ended.reason {
+                counted.end(reason);
+            }
         }
     }
 

@@ -3,15 +3,15 @@
 //! Small reads are copied through one buffer per thread. After a full buffer, a direction continues with
 //! `splice(2)`: the bytes then move from socket to socket through a pipe in the kernel. A direction takes a
 //! pipe from a pool only while there are bytes to move, so an idle connection owns neither a buffer nor a
-//! pipe.
+//! pipe. Rare waits are boxed, so an idle connection needs memory only for its wait for bytes.
 
 mod pipe;
 
 use std::cell::RefCell;
+use std::future::poll_fn;
 use std::io;
 use std::net::Shutdown;
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use culvert_host::net::congestion::disable_bbr_on_loopback;
@@ -82,8 +82,8 @@ struct Direction<'a> {
     total: &'a AtomicU64,
     /// Bytes of this connection.
     moved: AtomicU64,
-    /// Largest number of bytes that a pipe moves at a time, once known.
-    at_a_time: OnceLock<usize>,
+    /// Largest number of bytes that a pipe moves at a time; 0 until known.
+    at_a_time: AtomicUsize,
     done: Notify,
     /// Set when `to` has reset the connection. The kernel reports ECONNRESET once; a later read of 0 from the
     /// socket is not an end of stream.
@@ -97,6 +97,22 @@ struct Direction<'a> {
 enum Broken {
     From,
     To,
+}
+
+/// Result of one attempt to move bytes.
+enum Moved {
+    /// There was nothing to read.
+    Nothing,
+    /// All bytes that were read, or 0 at the end of the stream.
+    All(usize),
+    /// The number of bytes that were read, and the bytes among them that wait for the peer.
+    Part(usize, Rest),
+}
+
+/// Bytes that wait for the peer.
+enum Rest {
+    Bytes(Vec<u8>),
+    Pipe(Pipe, usize),
 }
 
 /// Reason why a direction stops.
@@ -131,7 +147,7 @@ impl<'a> Relay<'a> {
             rests: AtomicBool::new(false),
             total,
             moved: AtomicU64::new(0),
-            at_a_time: OnceLock::new(),
+            at_a_time: AtomicUsize::new(0),
             done: Notify::new(),
             reset: AtomicBool::new(false),
             lost: [from.lost, to.lost],
@@ -145,7 +161,7 @@ impl<'a> Relay<'a> {
                 Err(Stop::Much) => None,
             }
         };
-        let sides = [Some(self.client), Some(self.endpoint)];
+        let sides = [Some(&self.client), Some(&self.endpoint)];
         let mut reset = ResetOnDrop::new(self.endpoint.socket);
         let reason = tokio::select! {
             reason = both => reason,
@@ -197,12 +213,7 @@ impl Direction<'_> {
         let [from_lost, to_lost] = self.lost.map(Stop::Lost);
         let (mut bulk, mut turn) = (false, 0);
         loop {
-            let moved = if bulk {
-                self.splice().await
-            } else {
-                self.copy().await
-            };
-            match moved {
+            match self.move_some(bulk).await {
                 Ok(0) if other.reset.load(Ordering::Relaxed) => return Err(from_lost),
                 Ok(0) => break,
                 Ok(bytes) => {
@@ -213,7 +224,7 @@ impl Direction<'_> {
                     if self.stops_at_bulk && self.is_bulk(other) {
                         return Err(Stop::Much);
                     }
-                    // Permanently ready sockets never yield to other tasks.
+                    // tokio limits the reads of a turn, but a read may move up to 1 MiB.
                     turn += bytes;
                     if turn >= TURN_BYTES {
                         turn = 0;
@@ -223,10 +234,13 @@ impl Direction<'_> {
                 Err(Broken::From) => return Err(from_lost),
                 Err(Broken::To) => {
                     // The other direction may still deliver its bytes: wait until it ends or stalls.
-                    tokio::select! {
-                        () = other.done.notified() => {}
-                        () = idle(&other.moved, CLOSE_STALL) => {}
-                    }
+                    Box::pin(async {
+                        tokio::select! {
+                            () = other.done.notified() => {}
+                            () = idle(&other.moved, CLOSE_STALL) => {}
+                        }
+                    })
+                    .await;
                     return Err(to_lost);
                 }
             }
@@ -238,14 +252,44 @@ impl Direction<'_> {
         }
         // Fails if the peer is gone; the other direction reports the loss.
         let _ = SockRef::from(self.to).shutdown(Shutdown::Write);
-        // This wait has no limit of its own: `watch` enforces the operator's idle limit. No task reads `from`
-        // any longer, so only a check of the socket state finds a reset.
+        Box::pin(self.wait_for(other)).await
+    }
+
+    /// Waits for the end of the other direction after this one has ended. The wait has no limit of its own: `watch` enforces
+    /// the operator's idle limit. No task reads `from` any longer, so only a check of the socket state finds a reset.
+    async fn wait_for(&self, other: &Direction<'_>) -> Result<(), Stop> {
         while timeout(RESET_LOOK, other.done.notified()).await.is_err() {
             if is_over(self.from) {
-                return Err(from_lost);
+                let [from_lost, _] = self.lost;
+                return Err(Stop::Lost(from_lost));
             }
         }
         Ok(())
+    }
+
+    /// Waits for bytes and moves them: `bulk` through a pipe, others through the thread's buffer. Returns 0 at the end of the
+    /// stream.
+    async fn move_some(&self, bulk: bool) -> Result<usize, Broken> {
+        loop {
+            self.rests.store(true, Ordering::Relaxed);
+            // tokio keeps only the last waker of `poll_read_ready`: while the relay runs, nothing else waits for input from
+            // this socket. `readable` would need 136 bytes more.
+            let ready = poll_fn(|cx| self.from.poll_read_ready(cx)).await;
+            self.rests.store(false, Ordering::Relaxed);
+            ready.map_err(|_| Broken::From)?;
+            let moved = match bulk {
+                true => self.splice(),
+                false => self.copy(),
+            };
+            match moved? {
+                Moved::Nothing => {}
+                Moved::All(bytes) => return Ok(bytes),
+                Moved::Part(read, rest) => {
+                    Box::pin(self.deliver(rest)).await?;
+                    return Ok(read);
+                }
+            }
+        }
     }
 
     fn count(&self, bytes: usize) {
@@ -267,13 +311,6 @@ impl Direction<'_> {
         other.rests.load(Ordering::Relaxed) && moved.iter().sum::<u64>() >= BULK_BYTES
     }
 
-    async fn readable(&self) -> Result<(), Broken> {
-        self.rests.store(true, Ordering::Relaxed);
-        let ready = self.from.readable().await;
-        self.rests.store(false, Ordering::Relaxed);
-        ready.map_err(|_| Broken::From)
-    }
-
     fn read(&self, buffer: &mut [u8]) -> io::Result<usize> {
         match self.is_tls {
             true => read_once(self.from, &mut &mut *buffer),
@@ -281,98 +318,119 @@ impl Direction<'_> {
         }
     }
 
-    /// Moves the bytes of one read through the thread's buffer; returns 0 at the end of the stream.
-    async fn copy(&self) -> Result<usize, Broken> {
-        loop {
-            self.readable().await?;
-            let moved = BUFFER.with_borrow_mut(|buffer| {
-                let read = match self.read(buffer) {
-                    Ok(0) => return Ok(Some((0, Vec::new()))),
-                    Ok(read) => read,
-                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
-                    Err(_) => return Err(Broken::From),
-                };
-                let bytes = buffer.get(..read).unwrap_or_default();
-                let written = match self.to.try_write(bytes) {
-                    Ok(written) => written,
-                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => 0,
-                    Err(error) => return Err(self.broken_to(&error)),
-                };
-                self.count(written);
-                Ok(Some((
-                    read,
-                    bytes.get(written..).unwrap_or_default().to_vec(),
-                )))
-            })?;
-            if let Some((read, rest)) = moved {
-                let written = write_all(self.to, &rest).await;
-                written.map_err(|error| self.broken_to(&error))?;
-                self.count(rest.len());
-                return Ok(read);
-            }
-        }
-    }
-
-    fn at_a_time(&self) -> usize {
-        *self.at_a_time.get_or_init(|| match is_long(self.to) {
-            true => LONG_PATH_BYTES,
-            false => usize::MAX,
-        })
-    }
-
-    /// Moves as many bytes as a pipe accepts at once; returns 0 at the end of the stream.
-    async fn splice(&self) -> Result<usize, Broken> {
-        loop {
-            self.readable().await?;
-            let Some(pipe) = Pipe::take() else {
-                return self.copy().await;
-            };
-            let fill = || {
-                let filled = pipe.fill(self.from, self.at_a_time());
-                let is_empty = match &filled {
-                    Ok(filled) => *filled == 0,
-                    Err(error) => error.kind() == io::ErrorKind::WouldBlock,
-                };
-                // `splice` stops at urgent data, and a copy continues behind it.
-                match is_empty && !self.is_tls && has_bytes(self.from) {
-                    true => Ok(None),
-                    false => filled.map(Some),
-                }
-            };
-            let filled = match self.from.try_io(Interest::READABLE, fill) {
-                Ok(Some(filled)) => filled,
-                Ok(None) => {
-                    pipe.give_back();
-                    return self.copy().await;
-                }
+    /// Moves the bytes of one read through the thread's buffer.
+    fn copy(&self) -> Result<Moved, Broken> {
+        BUFFER.with_borrow_mut(|buffer| {
+            let read = match self.read(buffer) {
+                Ok(0) => return Ok(Moved::All(0)),
+                Ok(read) => read,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    pipe.give_back();
-                    continue;
-                }
-                // Some sandboxes refuse `splice`; no bytes were read then.
-                Err(error) if is_refused(&error) => {
-                    pipe.give_back();
-                    return self.copy().await;
+                    return Ok(Moved::Nothing);
                 }
                 Err(_) => return Err(Broken::From),
             };
-            let mut left = filled;
-            while left > 0 {
-                let drain = || pipe.drain(self.to, left);
-                match self.to.try_io(Interest::WRITABLE, drain) {
-                    Ok(drained) => {
-                        left -= drained.min(left);
-                        self.count(drained);
-                    }
-                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                        self.to.writable().await.map_err(|_| Broken::To)?;
-                    }
-                    Err(error) => return Err(self.broken_to(&error)),
-                }
-            }
-            pipe.give_back();
-            return Ok(filled);
+            let bytes = buffer.get(..read).unwrap_or_default();
+            let written = match self.to.try_write(bytes) {
+                Ok(written) => written,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => 0,
+                Err(error) => return Err(self.broken_to(&error)),
+            };
+            self.count(written);
+            let rest = bytes.get(written..).unwrap_or_default();
+            Ok(match rest.is_empty() {
+                true => Moved::All(read),
+                false => Moved::Part(read, Rest::Bytes(rest.to_vec())),
+            })
+        })
+    }
+
+    fn at_a_time(&self) -> usize {
+        let known = self.at_a_time.load(Ordering::Relaxed);
+        if known > 0 {
+            return known;
         }
+        let bytes = match is_long(self.to) {
+            true => LONG_PATH_BYTES,
+            false => usize::MAX,
+        };
+        self.at_a_time.store(bytes, Ordering::Relaxed);
+        bytes
+    }
+
+    /// Moves as many bytes as a pipe accepts at once.
+    fn splice(&self) -> Result<Moved, Broken> {
+        let Some(pipe) = Pipe::take() else {
+            return self.copy();
+        };
+        let fill = || {
+            let filled = pipe.fill(self.from, self.at_a_time());
+            let is_empty = match &filled {
+                Ok(filled) => *filled == 0,
+                Err(error) => error.kind() == io::ErrorKind::WouldBlock,
+            };
+            // `splice` stops at urgent data, and a copy continues behind it.
+            match is_empty && !self.is_tls && has_bytes(self.from) {
+                true => Ok(None),
+                false => filled.map(Some),
+            }
+        };
+        let filled = match self.from.try_io(Interest::READABLE, fill) {
+            Ok(Some(filled)) => filled,
+            Ok(None) => {
+                pipe.give_back();
+                return self.copy();
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                pipe.give_back();
+                return Ok(Moved::Nothing);
+            }
+            // Some sandboxes refuse `splice`; no bytes were read then.
+            Err(error) if is_refused(&error) => {
+                pipe.give_back();
+                return self.copy();
+            }
+            Err(_) => return Err(Broken::From),
+        };
+        let mut left = filled;
+        if !self.drain(&pipe, &mut left)? {
+            return Ok(Moved::Part(filled, Rest::Pipe(pipe, left)));
+        }
+        pipe.give_back();
+        Ok(Moved::All(filled))
+    }
+
+    /// Moves `left` bytes out of a pipe, and counts `left` down. Returns false if `to` does not accept all of them now.
+    fn drain(&self, pipe: &Pipe, left: &mut usize) -> Result<bool, Broken> {
+        while *left > 0 {
+            let drain = || pipe.drain(self.to, *left);
+            match self.to.try_io(Interest::WRITABLE, drain) {
+                Ok(drained) => {
+                    *left -= drained.min(*left);
+                    self.count(drained);
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+                Err(error) => return Err(self.broken_to(&error)),
+            }
+        }
+        Ok(true)
+    }
+
+    /// Moves the bytes that `to` has not accepted at once.
+    async fn deliver(&self, rest: Rest) -> Result<(), Broken> {
+        match rest {
+            Rest::Bytes(bytes) => {
+                let written = write_all(self.to, &bytes).await;
+                written.map_err(|error| self.broken_to(&error))?;
+                self.count(bytes.len());
+            }
+            Rest::Pipe(pipe, mut left) => {
+                while !self.drain(&pipe, &mut left)? {
+                    self.to.writable().await.map_err(|_| Broken::To)?;
+                }
+                pipe.give_back();
+            }
+        }
+        Ok(())
     }
 }
 

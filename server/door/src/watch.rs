@@ -49,41 +49,47 @@ impl Limits {
 /// Returns once none of the `counters` has changed for at least `idle`, or once the peer on either of the
 /// `sides` is gone. An idle connection is detected at most twice `idle` after its last byte. A single timer serves
 /// all checks, because most connections are idle.
-pub(crate) async fn watch<const N: usize>(
+pub(crate) fn watch<const N: usize>(
     counters: [&AtomicU64; N],
     idle: Duration,
-    sides: [Option<Side<'_>>; 2],
-) -> CloseReason {
-    let moved = || -> u64 {
+    sides: [Option<&Side<'_>>; 2],
+) -> impl Future<Output = CloseReason> {
+    let moved = move || -> u64 {
         let each = counters.iter().map(|count| count.load(Ordering::Relaxed));
         each.sum()
     };
-    let sides = || sides.iter().flatten();
-    let look = sides().map(|side| side.keepalive.patience() / LOOKS).min();
-    let first = sides().map(|side| side.keepalive.idle / 2).min();
-    let mut first = first.min(look);
-    let (mut before, mut since) = (moved(), Instant::now());
-    loop {
-        let left = idle.saturating_sub(since.elapsed());
-        sleep(first.or(look).map_or(left, |look| look.min(left))).await;
-        let now = moved();
-        if now != before {
-            (before, since) = (now, Instant::now());
-        } else if since.elapsed() >= idle {
-            return CloseReason::IdleTimeout;
-        }
-        if first.take().is_some() {
-            // The options are set only once: setting them again would reschedule a pending probe.
-            let is_unset =
-                |side: &&Side<'_>| SockRef::from(side.socket).keepalive().is_ok_and(|on| !on);
-            for side in sides().filter(is_unset) {
-                // Fails if the connection has broken; the next read reports the error.
-                let _ = tune_with(side.socket, side.keepalive);
+    // Not an async function, which would keep its arguments twice.
+    async move {
+        let sides = || sides.iter().flatten();
+        let look = sides().map(|side| side.keepalive.patience() / LOOKS).min();
+        let first = sides().map(|side| side.keepalive.idle / 2).min();
+        let mut first = first.min(look);
+        let (mut before, mut since) = (moved(), Instant::now());
+        loop {
+            let pause = {
+                let left = idle.saturating_sub(since.elapsed());
+                first.or(look).map_or(left, |look| look.min(left))
+            };
+            sleep(pause).await;
+            let now = moved();
+            if now != before {
+                (before, since) = (now, Instant::now());
+            } else if since.elapsed() >= idle {
+                return CloseReason::IdleTimeout;
             }
-        }
-        let is_lost = |side: &&Side<'_>| is_gone(side.socket, side.keepalive.patience());
-        if let Some(side) = sides().find(is_lost) {
-            return side.lost;
+            if first.take().is_some() {
+                // The options are set only once: setting them again would reschedule a pending probe.
+                let is_unset =
+                    |side: &&&Side<'_>| SockRef::from(side.socket).keepalive().is_ok_and(|on| !on);
+                for side in sides().filter(is_unset) {
+                    // Fails if the connection has broken; the next read reports the error.
+                    let _ = tune_with(side.socket, side.keepalive);
+                }
+            }
+            let is_lost = |side: &&&Side<'_>| is_gone(side.socket, side.keepalive.patience());
+            if let Some(side) = sides().find(is_lost) {
+                return side.lost;
+            }
         }
     }
 }
@@ -115,7 +121,7 @@ mod tests {
             lost: CloseReason::EndpointLost,
         };
         let none = AtomicU64::new(0);
-        let mut watched = std::pin::pin!(watch([&none], Duration::MAX, [Some(side), None]));
+        let mut watched = std::pin::pin!(watch([&none], Duration::MAX, [Some(&side), None]));
         let options = SockRef::from(&socket);
         // The first probe is due after 6 s; half of 6 s is early enough.
         let early = timeout(Duration::from_secs(2), &mut watched).await;

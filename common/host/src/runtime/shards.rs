@@ -202,7 +202,7 @@ pub fn on_shard<F, T>(
     shards: &Shards,
     shard: ShardId,
     tasks: &TaskTracker,
-    accepted: Accepted,
+    mut accepted: Accepted,
     serve: F,
 ) where
     F: FnOnce(Accepted) -> T + Send + 'static,
@@ -210,15 +210,13 @@ pub fn on_shard<F, T>(
 {
     let moves = Some(shard) != Shards::current();
     shards.spawn(shard, tasks, async move {
-        let accepted = if moves {
-            accepted.rebind()
-        } else {
-            Ok(accepted)
-        };
-        match accepted {
-            Ok(accepted) => serve(accepted).await,
-            Err(error) => warn!(%error, "cannot serve an accepted connection"),
+        if moves {
+            accepted = match accepted.rebind() {
+                Ok(accepted) => accepted,
+                Err(error) => return warn!(%error, "cannot serve an accepted connection"),
+            };
         }
+        serve(accepted).await;
     });
 }
 

@@ -262,13 +262,13 @@ impl ConnectListener {
     }
 
     /// Serves a stream of an HTTP/2 connection.
-    async fn stream(
+    fn stream(
         &self,
         (request, mut respond): Incoming,
         undecided: UndecidedRequest,
         shared: &Shared,
         session: SessionStream,
-    ) {
+    ) -> impl Future<Output = ()> {
         let metrics = &self.front.metrics;
         let peer = shared.peer;
         // The rest of the head is dropped: the head may be large, and endpoints may be slow to accept.
@@ -279,77 +279,80 @@ impl ConnectListener {
         };
         let (inbound, lost) = (shared.inbound.clone(), CloseReason::ClientLost);
         let mut source = NativeSource::unanswered(body, inbound, lost);
-        let mut undecided = Some(undecided);
-        let since = Instant::now();
-        let connected = async {
-            match (method, authority.as_deref()) {
-                (Method::CONNECT, Some(authority)) => {
-                    let upstream = self.find(authority, peer)?;
-                    undecided = None;
-                    self.dial(upstream, authority, peer).await
+        // Not an async function, which would keep its arguments twice.
+        async move {
+            let mut undecided = Some(undecided);
+            let since = Instant::now();
+            let connected = async {
+                match (method, authority.as_deref()) {
+                    (Method::CONNECT, Some(authority)) => {
+                        let upstream = self.find(authority, peer)?;
+                        undecided = None;
+                        self.dial(upstream, authority, peer).await
+                    }
+                    _ => {
+                        metrics.http_requests.increment(1);
+                        self.refuse(Refusal::Garbage, peer, "not a CONNECT request");
+                        Err(Denial::Unknown)
+                    }
                 }
-                _ => {
-                    metrics.http_requests.increment(1);
-                    self.refuse(Refusal::Garbage, peer, "not a CONNECT request");
-                    Err(Denial::Unknown)
+            };
+            let connected = tokio::select! {
+                // Polled first: a stream already reset must not cause a connection to an endpoint.
+                biased;
+                reset = poll_fn(|cx| respond.poll_reset(cx)) => {
+                    if reset.is_ok() && since.elapsed() < PREMATURE {
+                        shared.premature.fetch_add(1, Ordering::Relaxed);
+                    }
+                    return;
                 }
-            }
-        };
-        let connected = tokio::select! {
-            // Polled first: a stream already reset must not cause a connection to an endpoint.
-            biased;
-            reset = poll_fn(|cx| respond.poll_reset(cx)) => {
-                if reset.is_ok() && since.elapsed() < PREMATURE {
-                    shared.premature.fetch_add(1, Ordering::Relaxed);
+                connected = connected => connected,
+                // The bytes must not wait in HTTP/2, where they do not count.
+                () = async { source.fill().await; pending().await } => return,
+                () = session.exceeded() => return,
+            };
+            let mut connected = match connected {
+                Ok(connected) => connected,
+                Err(denial) => {
+                    let mut response = answer(denial.status());
+                    if denial == Denial::TooMany {
+                        let value = HeaderValue::from_static("true");
+                        response.headers_mut().insert(OVERLOADED_HEADER, value);
+                    }
+                    let inbound = &shared.inbound;
+                    let undecided = undecided.unwrap_or_else(|| inbound.undecided_again());
+                    // Fails if the client is gone.
+                    if let Ok(send) = respond.send_response(response, false) {
+                        let mut sink = source.answered(send);
+                        let _ = sink.finish().await;
+                        // A task of its own needs less memory than this one.
+                        self.front.tasks.spawn(async move {
+                            sink.written().await;
+                            drop((sink, undecided));
+                        });
+                    }
+                    return;
                 }
-                return;
-            }
-            connected = connected => connected,
-            // The bytes must not wait in HTTP/2, where they do not count.
-            () = async { source.fill().await; pending().await } => return,
-            () = session.exceeded() => return,
-        };
-        let mut connected = match connected {
-            Ok(connected) => connected,
-            Err(denial) => {
-                let mut response = answer(denial.status());
-                if denial == Denial::TooMany {
-                    let value = HeaderValue::from_static("true");
-                    response.headers_mut().insert(OVERLOADED_HEADER, value);
-                }
-                let inbound = &shared.inbound;
-                let undecided = undecided.unwrap_or_else(|| inbound.undecided_again());
-                // Fails if the client is gone.
-                if let Ok(send) = respond.send_response(response, false) {
-                    let mut sink = source.answered(send);
-                    let _ = sink.finish().await;
-                    // A task of its own needs less memory than this one.
-                    self.front.tasks.spawn(async move {
-                        sink.written().await;
-                        drop((sink, undecided));
-                    });
-                }
-                return;
-            }
-        };
-        let counted = metrics.count_connection();
-        let Ok(send) = respond.send_response(answer(StatusCode::OK), false) else {
-            return counted.end(CloseReason::ClientLost);
-        };
-        let mut sink = source
-            .answered(send)
-            .toward_any_peer()
-            .within(shared.unread.clone());
-        let authority = authority.unwrap_or_default();
-        let (client, unread) = ((&mut source, &mut sink), shared.unread.clone());
-        // A stream whose reset waits counts as a connection of the client.
-        let share = connected.share.take();
-        let reason = tokio::select! {
-            reason = self.run_connection(client, connected, &authority, peer, None, unread) => reason,
-            () = session.exceeded() => CloseReason::BufferExceeded,
-        };
-        counted.end(reason);
-        sink.end_holding((share, session), reason, &self.front.tasks);
+            };
+            let counted = metrics.count_connection();
+            let Ok(send) = respond.send_response(answer(StatusCode::OK), false) else {
+                return counted.end(CloseReason::ClientLost);
+            };
+            let mut sink = source
+                .answered(send)
+                .toward_any_peer()
+                .within(shared.unread.clone());
+            let authority = authority.unwrap_or_default();
+            let (client, unread) = ((&mut source, &mut sink), shared.unread.clone());
+            // A stream whose reset waits counts as a connection of the client.
+            let share = connected.share.take();
+            let reason = tokio::select! {
+                reason = self.run_connection(client, connected, &authority, peer, None, unread) => reason,
+                () = session.exceeded() => CloseReason::BufferExceeded,
+            };
+            counted.end(reason);
+            sink.end_holding((share, session), reason, &self.front.tasks);
+        }
     }
 }
 
