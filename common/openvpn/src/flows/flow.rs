@@ -138,6 +138,12 @@ fn interface(tuple: Tuple, mtu: usize, seed: u64, at: smoltcp::time::Instant) ->
     interface
 }
 
+/// True for a segment that only acknowledges.
+fn is_acknowledgement(segment: &Segment<'_>) -> bool {
+    let kind = segment.flags() & (flags::SYN | flags::FIN | flags::RST | flags::ACK);
+    kind == flags::ACK && segment.payload().is_empty()
+}
+
 impl Flow {
     pub(crate) fn new(shape: Shape, clock: Clock, now: Instant, last_received: Instant) -> Self {
         let track = Track::default();
@@ -238,13 +244,16 @@ impl Flow {
             }
             return 0;
         }
+        if self.is_repeated_before_fin(segment) {
+            return 0;
+        }
         let acknowledged = self.track.input(segment);
         if self.mss() >= OWN_MSS.into() {
             (self.received_in, self.sent_in) = (NO_SHARE, NO_SHARE);
         }
         let offer = self.track.offer(self.receive_share);
-        let early = self.early_acknowledgement(segment, packet);
-        let packet = early.as_deref().unwrap_or(packet);
+        let adapted = self.adapted(segment, packet);
+        let packet = adapted.as_deref().unwrap_or(packet);
         let mut device = Wire::new(packet, Sink::Replies(replies), self.mtu, offer);
         self.interface
             .poll_ingress_single(self.clock.at(now), &mut device, &mut self.sockets);
@@ -264,36 +273,67 @@ impl Flow {
                 Closed::Reset
             });
         }
+        if self.closing && state == State::CloseWait {
+            self.close_socket();
+        }
         acknowledged
     }
 
-    /// Returns the packet with the expected sequence number, if the packet is an acknowledgement without data that follows
-    /// missing bytes. smoltcp ignores an acknowledgement outside its window, also at the end of the window. The flow could
-    /// then send nothing until its reader continues, and the reader may wait for what the flow sends. RFC 9293, 3.10.7.4,
-    /// requires that a receiver with a full buffer accepts acknowledgements. The acknowledgement of a segment with data
-    /// stays ignored: the other end repeats it without data.
-    fn early_acknowledgement(&self, segment: &Segment<'_>, packet: &[u8]) -> Option<Vec<u8>> {
-        let may_miss_bytes = matches!(
-            self.state(),
-            State::Established | State::FinWait1 | State::FinWait2
-        );
-        let kind = segment.flags() & (flags::SYN | flags::FIN | flags::RST | flags::ACK);
-        if !may_miss_bytes || !segment.payload().is_empty() || kind != flags::ACK {
-            return None;
-        }
-        let unread = self.socket().recv_queue();
-        let first = self.track.first()?;
-        let expected = first.wrapping_add(self.read).wrapping_add(unread as u32);
-        // Window probes and a FIN may lie behind the window.
-        let most = self.socket().recv_capacity() as u32;
-        if !(1..=most).contains(&segment.sequence().wrapping_sub(expected)) {
+    /// Returns the packet in the form that smoltcp needs, if that differs from the received form.
+    fn adapted(&self, segment: &Segment<'_>, packet: &[u8]) -> Option<Vec<u8>> {
+        let sequence = self.early_acknowledgement(segment);
+        let window = self.track.window_for_repeats(segment, self.mss());
+        if sequence.is_none() && window.is_none() {
             return None;
         }
         let mut packet = packet.to_vec();
-        let sequence = (packet.len() - segment.header_len() + 4)..;
-        let bytes = packet.get_mut(sequence)?.first_chunk_mut()?;
-        *bytes = expected.to_be_bytes();
+        let tcp = packet.len() - segment.payload().len() - segment.header_len();
+        let header: &mut [u8; 20] = packet.get_mut(tcp..)?.first_chunk_mut()?;
+        if let Some(sequence) = sequence {
+            [header[4], header[5], header[6], header[7]] = sequence.to_be_bytes();
+        }
+        if let Some(window) = window {
+            [header[14], header[15]] = window.to_be_bytes();
+        }
         Some(packet)
+    }
+
+    /// Returns the expected sequence number, if the segment is an acknowledgement without data that follows missing bytes.
+    /// smoltcp ignores an acknowledgement outside its window, also at the end of the window. The flow could then send
+    /// nothing until its reader continues, and the reader may wait for what the flow sends. RFC 9293, 3.10.7.4, requires
+    /// that a receiver with a full buffer accepts acknowledgements. The acknowledgement of a segment with data stays
+    /// ignored: the other end repeats it without data.
+    fn early_acknowledgement(&self, segment: &Segment<'_>) -> Option<u32> {
+        if !is_acknowledgement(segment) {
+            return None;
+        }
+        let expected = self.expected()?;
+        // Behind a whole window there may be a window probe or a FIN.
+        let most = self.socket().recv_capacity() as u32 + 1;
+        let early = segment.sequence().wrapping_sub(expected);
+        (1..=most).contains(&early).then_some(expected)
+    }
+
+    /// Returns the next sequence number of the remote end; `None` before the handshake and after the remote end's FIN.
+    fn expected(&self) -> Option<u32> {
+        let is_open = matches!(
+            self.state(),
+            State::Established | State::FinWait1 | State::FinWait2
+        );
+        let first = self.track.first().filter(|_| is_open)?;
+        let unread = self.socket().recv_queue() as u32;
+        Some(first.wrapping_add(self.read).wrapping_add(unread))
+    }
+
+    /// True if the segment says only again that the FIN of this flow is missing. Three such segments make smoltcp repeat the
+    /// FIN at its next packet, without a timer for it; its keepalive would then have a byte in the place of the FIN.
+    fn is_repeated_before_fin(&self, segment: &Segment<'_>) -> bool {
+        self.state() == State::FinWait1
+            && is_acknowledgement(segment)
+            && self.queued() == 0
+            && self.track.in_flight() == 1
+            && self.track.acknowledges_nothing(segment)
+            && self.expected() == Some(segment.sequence())
     }
 
     /// True if smoltcp may process `segment` in SYN-SENT. Simultaneous open and segments that arrive before
@@ -472,6 +512,15 @@ impl Flow {
     pub(crate) fn close(&mut self) {
         self.closing = true;
         if self.connected {
+            self.close_socket();
+        }
+    }
+
+    /// Closes smoltcp's socket. After the remote end's FIN, the close waits until the remote window has room for all queued
+    /// bytes: after both FINs, smoltcp ignores window updates.
+    fn close_socket(&mut self) {
+        let waits = self.state() == State::CloseWait && self.queued() > self.track.remote_window();
+        if !waits {
             self.socket_mut().close();
         }
     }
@@ -485,7 +534,7 @@ impl Flow {
         self.connected = !matches!(self.state(), State::Closed | State::Listen);
         self.connect_by = None;
         if self.connected && self.closing {
-            self.socket_mut().close();
+            self.close_socket();
         }
         self.connected
     }

@@ -14,6 +14,8 @@ pub(crate) struct Track {
     /// Sequence numbers of the first unacknowledged byte and of the first byte never sent.
     unacknowledged: u32,
     sent: u32,
+    /// Sequence number after the last window probe, which does not count as sent until it is acknowledged.
+    probed: u32,
     acknowledged: u64,
     remote_window: u32,
     remote_shift: u8,
@@ -56,12 +58,17 @@ impl Offer {
     }
 
     /// Returns the window to advertise in a segment with this `acknowledgement`, when smoltcp would advertise
-    /// `window`. An advertised window never shrinks (RFC 9293, 3.8.6).
+    /// `window`. An advertised window shrinks by less than a unit of the window scale (RFC 9293, 3.8.6).
+    ///
+    /// smoltcp rounds its window down to a unit, so the end of its window may move back by less than a unit, and smoltcp
+    /// discards bytes behind its end. The offer is one unit smaller, so smoltcp accepts every byte that was ever offered.
     pub(crate) fn window(self, acknowledgement: u32, window: u16) -> u16 {
         let kept = self.allowed.filter(|end| before(acknowledgement, *end));
         let kept = kept.map_or(0, |end| end.wrapping_sub(acknowledgement));
         let most = self.share.max(kept).div_ceil(1 << self.shift);
-        window.min(u16::try_from(most).unwrap_or(u16::MAX))
+        window
+            .saturating_sub(1)
+            .min(u16::try_from(most).unwrap_or(u16::MAX))
     }
 }
 
@@ -99,6 +106,14 @@ fn before(a: u32, b: u32) -> bool {
     (a.wrapping_sub(b) as i32) < 0
 }
 
+/// Returns the later one of two sequence numbers.
+fn latest(a: u32, b: u32) -> u32 {
+    match before(a, b) {
+        true => b,
+        false => a,
+    }
+}
+
 impl Track {
     /// Records a received segment. Returns the number of newly acknowledged bytes.
     pub(crate) fn input(&mut self, segment: &Segment<'_>) -> u32 {
@@ -123,6 +138,9 @@ impl Track {
             return 0;
         }
         let acknowledgement = segment.acknowledgement();
+        if self.has_probed() && !before(self.probed, acknowledgement) {
+            self.sent = latest(self.sent, acknowledgement);
+        }
         if before(self.sent, acknowledgement) || before(acknowledgement, self.unacknowledged) {
             return 0;
         }
@@ -133,6 +151,11 @@ impl Track {
         self.acknowledged += u64::from(newly);
         self.repeating &= newly == 0;
         newly
+    }
+
+    /// True if the segment acknowledges only what was acknowledged before.
+    pub(crate) fn acknowledges_nothing(&self, segment: &Segment<'_>) -> bool {
+        segment.acknowledgement() == self.unacknowledged
     }
 
     /// Returns the round trip that an acknowledgement has completed, once per sample.
@@ -191,6 +214,7 @@ impl Track {
                 self.syn_sent = true;
                 self.unacknowledged = emitted.sequence;
                 self.sent = emitted.sequence;
+                self.probed = emitted.sequence;
             }
             self.local_shift = emitted.shift;
         }
@@ -206,10 +230,13 @@ impl Track {
         // outside the window.
         let keepalive = before(emitted.sequence, self.unacknowledged);
         let probe = emitted.data == 1 && self.remote_window == 0;
+        let end = emitted.sequence.wrapping_add(length);
+        if probe && !keepalive {
+            self.probed = end;
+        }
         if length == 0 || keepalive || probe {
             return false;
         }
-        let end = emitted.sequence.wrapping_add(length);
         // A repeated SYN does not count as a loss: the remote end may have to dial before it answers.
         let repeated = before(emitted.sequence, self.sent) && !syn;
         if before(self.sent, end) {
@@ -270,6 +297,26 @@ impl Track {
         self.remote_mss
     }
 
+    /// True if a window probe was sent and no later byte.
+    fn has_probed(&self) -> bool {
+        before(self.sent, self.probed)
+    }
+
+    /// Returns the window that smoltcp must see in a segment, if the segment's own window is smaller than the bytes in
+    /// flight: room for one segment of these bytes, of at most `mss` bytes. smoltcp stops its retransmission timer at a
+    /// window of 0, also with bytes in flight, and might never send them again. RFC 9293, 3.8.6, permits a sender to repeat
+    /// what it has sent before the window shrank. Call after [`Self::input`].
+    pub(crate) fn window_for_repeats(&self, segment: &Segment<'_>, mss: usize) -> Option<u16> {
+        if !segment.has(flags::ACK) || segment.has(flags::SYN | flags::RST) {
+            return None;
+        }
+        let own = u32::from(segment.window()) << self.remote_shift;
+        let most = u32::try_from(mss).unwrap_or(u32::MAX);
+        let repeats = self.in_flight().min(most);
+        let window = u16::try_from((repeats >> self.remote_shift).max(1)).unwrap_or(u16::MAX);
+        (own < repeats).then_some(window)
+    }
+
     pub(crate) fn remote_window(&self) -> usize {
         usize::try_from(self.remote_window).unwrap_or(usize::MAX)
     }
@@ -314,6 +361,7 @@ mod tests {
         assert_eq!(offer(16_000, Some(end)).window(end, 9000), 1000);
         assert_eq!(offer(16_000, Some(end)).window(end + 1000, 9000), 1000);
         // smoltcp's buffer has less room than the share.
-        assert_eq!(offer(u32::MAX, None).window(end, 9), 9);
+        assert_eq!(offer(u32::MAX, None).window(end, 9), 8);
+        assert_eq!(offer(u32::MAX, None).window(end, 0), 0);
     }
 }

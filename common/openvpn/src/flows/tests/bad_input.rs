@@ -209,6 +209,60 @@ fn acknowledgements_behind_a_full_buffer_count() {
     assert!(!accepted(1, flags::ACK | flags::FIN, 0));
 }
 
+#[test]
+fn bytes_behind_a_window_that_shrank_are_sent_again() {
+    let mut net = Net::new();
+    net.b.echo = true;
+    let id = net.dial(POD, 0);
+    net.a.streams.get_mut(&id).unwrap().keep_open = true;
+    net.run(Duration::from_secs(1), |net| {
+        net.a.streams[&id].connected && net.b.streams.values().any(|stream| stream.connected)
+    });
+    net.ab.stalled = true;
+    let now = net.now;
+    assert_eq!(net.a.flows.send(id, &[7; 100]).unwrap(), 100);
+    net.turn();
+    let track = net.a.flows.slots.flow(id.index).unwrap().track;
+    let to = SocketAddrV4::new(SERVER, net.port_of(id));
+    for window in [0, 1000] {
+        let numbers = (track.expected(), track.sent().wrapping_sub(1));
+        let packet = tcp(POD, to, numbers, flags::ACK, window, &[], b"");
+        assert_eq!(net.a.flows.input(&packet, now), Input::Accepted);
+        net.turn();
+    }
+    assert_eq!(net.a.flows.unacknowledged(id), 1);
+    net.run(Duration::from_secs(3), |_| false);
+    assert!(net.a.flows.stats().retransmitted > 0);
+}
+
+#[test]
+fn a_missing_fin_is_sent_again_after_repeated_acknowledgements() {
+    let mut net = Net::new();
+    net.b.echo = true;
+    let id = net.dial(POD, 0);
+    net.a.streams.get_mut(&id).unwrap().keep_open = true;
+    net.run(Duration::from_secs(1), |net| {
+        net.a.streams[&id].connected && net.b.streams.values().any(|stream| stream.connected)
+    });
+    net.ab.stalled = true;
+    let now = net.now;
+    assert_eq!(net.a.flows.send(id, b"ten bytes.").unwrap(), 10);
+    net.a.flows.close(id);
+    net.turn();
+    let track = net.a.flows.slots.flow(id.index).unwrap().track;
+    let to = SocketAddrV4::new(SERVER, net.port_of(id));
+    for _ in 0..6 {
+        let numbers = (track.expected(), track.sent().wrapping_sub(1));
+        let packet = tcp(POD, to, numbers, flags::ACK, 1000, &[], b"");
+        assert_eq!(net.a.flows.input(&packet, now), Input::Accepted);
+        net.turn();
+    }
+    assert_eq!(net.a.flows.unacknowledged(id), 0);
+    let before = net.a.flows.stats().retransmitted;
+    net.run(Duration::from_secs(3), |_| false);
+    assert!(net.a.flows.stats().retransmitted > before);
+}
+
 /// Almost valid segments in all states, from a remote end that sees the flow's packets.
 #[test]
 fn hostile_segments_never_panic() {

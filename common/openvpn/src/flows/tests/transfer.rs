@@ -440,3 +440,66 @@ fn a_full_receive_buffer_does_not_stop_the_opposite_direction() {
         assert_eq!(net.a.streams[&id].closed, Some(Closed::Finished));
     }
 }
+
+#[test]
+fn a_half_closed_reader_that_pauses_is_served_at_once_afterwards() {
+    let mut net = Net::new();
+    // More than the window, but the flow's queue holds the rest.
+    net.b.to_send = 900 << 10;
+    let id = net.dial(POD, 0);
+    net.a.streams.get_mut(&id).unwrap().paused = true;
+    net.run(Duration::from_secs(66), |_| false);
+    assert!(net.accepted().closed_own);
+    net.a.streams.get_mut(&id).unwrap().paused = false;
+    let now = net.now;
+    net.a.pump(id, now);
+    let all = net.run(Duration::from_secs(3), |net| {
+        net.a.streams[&id].received == 900 << 10
+    });
+    assert!(all, "{:?}", net.a.streams[&id]);
+    net.settle(Duration::from_secs(3));
+    assert_eq!(net.accepted().closed, Some(Closed::Finished));
+}
+
+#[test]
+fn the_last_bytes_at_the_end_of_a_closed_window_arrive() {
+    for mss in [1320, 1321, 1333, 1360] {
+        for short in 0..16 {
+            for keep_open in [true, false] {
+                let config = || Config {
+                    mss,
+                    ..Config::default()
+                };
+                let mut net = Net::with(config(), config(), short);
+                for wire in [&mut net.ab, &mut net.ba] {
+                    wire.delay = Duration::from_millis(20);
+                    wire.room = usize::MAX;
+                    wire.loss = 0.01;
+                    wire.reorder = 0.1;
+                }
+                let to_send = (512 << 10) - short as usize;
+                let id = net.dial(POD, to_send);
+                net.a.streams.get_mut(&id).unwrap().keep_open = keep_open;
+                let accepted = |net: &mut Net| {
+                    let mut streams = net.b.streams.iter_mut();
+                    streams.next().map(|(id, stream)| {
+                        stream.paused = true;
+                        *id
+                    })
+                };
+                net.run(Duration::from_secs(2), |net| accepted(net).is_some());
+                net.run(MINUTE, |_| false);
+                assert_eq!(net.a.streams[&id].sent, to_send);
+                let other = accepted(&mut net).unwrap();
+                net.b.streams.get_mut(&other).unwrap().paused = false;
+                let now = net.now;
+                net.b.pump(other, now);
+                // The stream compares each byte. A keepalive must not replace one.
+                net.run(MINUTE * 4, |net| net.accepted().received == to_send);
+                assert_eq!(net.accepted().received, to_send, "{mss} {short}");
+                assert!(net.now - now < Duration::from_secs(5), "{mss} {short}");
+                assert_eq!(net.accepted().end, !keep_open);
+            }
+        }
+    }
+}
