@@ -63,6 +63,10 @@ pub fn run(options: &Options) -> ExitCode {
     runtime::run("culvert", &setup, dev(options.once, options.openvpn))
 }
 
+const INTERRUPTED: &str = "interrupted before every check was done";
+const FAILED: &str =
+    "not every check passed: see the rows with FAILED; -v 2 shows the logs of the programs";
+
 async fn dev(once: bool, openvpn: bool) -> anyhow::Result<()> {
     let mut signals = Signals::new()?;
     let folder = tempfile::Builder::new()
@@ -72,7 +76,10 @@ async fn dev(once: bool, openvpn: bool) -> anyhow::Result<()> {
     say!("Starting a tunnel in {} ...", folder.path().display());
     let tunnel = tokio::select! {
         tunnel = Tunnel::start(folder.path(), openvpn) => tunnel?,
-        _ = signals.recv() => return Ok(()),
+        _ = signals.recv() => {
+            anyhow::ensure!(!once, INTERRUPTED);
+            return Ok(());
+        }
     };
     let passed = tokio::select! {
         passed = check::all(&tunnel) => Some(passed),
@@ -80,6 +87,9 @@ async fn dev(once: bool, openvpn: bool) -> anyhow::Result<()> {
     };
     if !once && passed.is_some() {
         describe(&tunnel, folder.path());
+        if passed == Some(false) {
+            say!("{FAILED}");
+        }
         signals.recv().await;
         say!("Stopping.");
     }
@@ -88,8 +98,8 @@ async fn dev(once: bool, openvpn: bool) -> anyhow::Result<()> {
         signal = signals.recv() => anyhow::bail!("{signal} during the stop"),
     }
     match passed {
-        Some(false) if once => anyhow::bail!("not every check passed"),
-        None if once => anyhow::bail!("interrupted before every check was done"),
+        Some(false) if once => anyhow::bail!(FAILED),
+        None if once => anyhow::bail!(INTERRUPTED),
         _ => Ok(()),
     }
 }
@@ -132,9 +142,12 @@ fn describe(tunnel: &Tunnel, folder: &Path) {
     };
     if let Some(server) = server {
         let socket = server.admin_socket.display();
-        say!("  culvert status --admin-uds {socket}\n");
+        // The folder of the program may not be in PATH.
+        let program = std::env::current_exe().unwrap_or_else(|_| "culvert".into());
+        let program = program.display();
+        say!("  {program} status --admin-uds {socket}\n");
         if tunnel.openvpn.is_some() {
-            say!("  culvert switch --admin-uds {socket} --to openvpn --wait\n");
+            say!("  {program} switch --admin-uds {socket} --to openvpn --wait\n");
         }
     }
     say!("Ctrl-C stops the tunnel and removes the folder.");
@@ -171,21 +184,21 @@ fn describe_openvpn(openvpn: &OpenVpn, servers: &[Server]) {
 }
 
 /// Prints a curl command for each kind of front end that curl supports: CONNECT of a server, CONNECT of the
-/// front door, and TLS by server name.
+/// front door, and TLS by server name. The commands ignore curl's own settings and `NO_PROXY`.
 fn hints(tunnel: &Tunnel) {
     let (pki, door) = (&tunnel.pki, &tunnel.door);
     say!(
-        "  curl --proxy https://{} --proxy-cacert {} --proxy-cert {} --proxy-key {} --proxytunnel http://{}/\n",
+        "  curl --disable --noproxy '' --proxy https://{} --proxy-cacert {} --proxy-cert {} --proxy-key {} --proxytunnel http://{}/\n",
         tunnel.connect_tcp(),
         pki.ca.display(),
         pki.client.cert.display(),
         pki.client.key.display(),
         tunnel.services.http,
     );
-    say!("  curl {}\n", door.curl().join(" "));
+    say!("  curl --disable --noproxy '' {}\n", door.curl().join(" "));
     let (port, ca) = (door.sni.port(), pki.ca.display());
     say!(
-        "  curl --noproxy '*' --cacert {ca} --resolve {CLUSTER_NAME}:{port}:{} https://{CLUSTER_NAME}:{port}/\n",
+        "  curl --disable --noproxy '*' --cacert {ca} --resolve {CLUSTER_NAME}:{port}:{} https://{CLUSTER_NAME}:{port}/\n",
         door.sni.ip(),
     );
 }

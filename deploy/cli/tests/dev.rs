@@ -160,11 +160,9 @@ fn processes(text: &str) -> Vec<String> {
 
 /// Runs a command line that the program printed for people to try.
 fn try_line(text: &str, command: &str) -> String {
-    let line = text.lines().find(|line| line.trim().starts_with(command));
-    let words = line.expect("a line").split_whitespace().skip(1);
-    let mut program = Command::new(env!("CARGO_BIN_EXE_culvert"));
-    let output = program
-        .args(words)
+    let line = text.lines().find(|line| line.contains(command));
+    let output = Command::new("sh")
+        .args(["-c", line.expect("a line")])
         .output()
         .expect("the program must start");
     let said = [output.stdout, output.stderr].concat();
@@ -195,9 +193,9 @@ async fn stock_client_ends_with_the_program_after_any_signal() {
             assert!(!processes(folder(&text)).is_empty(), "{text}");
         }
         if signal == Signal::INT {
-            let switched = try_line(&text, "culvert switch --admin-uds");
+            let switched = try_line(&text, "/culvert switch --admin-uds");
             assert_eq!(switched.lines().last(), Some("openvpn: in force"));
-            let status = try_line(&text, "culvert status --admin-uds");
+            let status = try_line(&text, "/culvert status --admin-uds");
             assert!(
                 status.contains("  user-cluster-client 10.20.0."),
                 "{status}"
@@ -227,6 +225,24 @@ fn folder(text: &str) -> &str {
     let folder = lines.find_map(|line| line.strip_prefix("Starting a tunnel in "));
     let folder = folder.and_then(|rest| rest.strip_suffix(" ..."));
     folder.expect("a folder")
+}
+
+#[test]
+fn an_interrupt_before_the_checks_is_a_failure_with_once() {
+    let mut running = Running(
+        dev(&["--once"])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("the program must start"),
+    );
+    let output = running.0.stdout.take().expect("its output");
+    let mut lines = BufReader::new(output).lines();
+    let first = lines.next().expect("a line").expect("text");
+    assert!(first.starts_with("Starting a tunnel"), "{first}");
+    let pid = rustix::process::Pid::from_child(&running.0);
+    rustix::process::kill_process(pid, rustix::process::Signal::INT).expect("a signal");
+    assert_eq!(running.0.wait().expect("an exit").code(), Some(1));
 }
 
 #[test]
@@ -274,6 +290,7 @@ fn printed_curl_lines_work_and_ctrl_c_removes_the_folder() {
     for line in lines {
         let answer = Command::new("sh")
             .args(["-c", &format!("{line} --silent --show-error --max-time 20")])
+            .env("NO_PROXY", "127.0.0.1,.svc.cluster.local")
             .output()
             .expect("a shell");
         let text = String::from_utf8_lossy(&answer.stdout);
