@@ -176,17 +176,8 @@ impl<R: Reach> ClientHandler<R> {
             }
         };
         let (shard, handler) = (stream.counted.0.shard(), self.clone());
-        self.pool.shards().spawn(shard, &self.tasks, async move {
-            let _counted = (counted, share);
-            match client() {
-                Ok((read, write)) => handler.run_connection(stream, read, write, peer).await,
-                Err(error) => {
-                    warn!(%peer, %error, "cannot serve an accepted connection");
-                    handler.metrics.closed(CloseReason::ClientLost);
-                    stream.sink.end(CloseReason::ClientLost, &handler.tasks);
-                }
-            }
-        });
+        let served = handler.run_connection(stream, (counted, share), client, peer);
+        self.pool.shards().spawn(shard, &self.tasks, served);
     }
 
     /// Opens a stream. Repeats the request once on another connection if the connection ended or became silent
@@ -254,43 +245,60 @@ impl<R: Reach> ClientHandler<R> {
         })
     }
 
-    async fn run_connection<I, O>(
-        &self,
+    /// Carries the connection of a client over an accepted stream. `held` is released at the end.
+    fn run_connection<H, C, I, O>(
+        self: Arc<Self>,
         stream: AcceptedStream,
-        read: I,
-        write: O,
+        held: H,
+        client: C,
         peer: SocketAddr,
-    ) where
-        I: AsyncRead + Unpin + Send,
-        O: AsyncWrite + Unpin + Send,
+    ) -> impl Future<Output = ()> + Send + 'static
+    where
+        H: Send + Sync + 'static,
+        C: FnOnce() -> io::Result<(I, O)> + Send + 'static,
+        I: AsyncRead + Unpin + Send + 'static,
+        O: AsyncWrite + Unpin + Send + 'static,
     {
         let AcceptedStream {
             mut source,
             mut sink,
             counted,
         } = stream;
-        let mut from_client = ReadSource::new(read, Bytes::new(), CloseReason::ClientLost);
-        let mut to_client = WriteSink::new(write, CloseReason::ClientLost);
-        let cut = pin!(async {
-            self.cut.cancelled().await;
-            CloseReason::Shutdown
-        });
-        let ended = run_connection(
-            (&mut from_client, &mut to_client),
-            (&mut source, &mut sink),
-            [self.metrics.sent.clone(), self.metrics.received.clone()],
-            HALF_OPEN_IDLE,
-            cut,
-        )
-        .await;
-        let reason = ended.reason;
-        self.metrics.closed(reason);
-        log_closed!(ended, %peer, listener = self.listener);
-        sink.end(reason, &self.tasks);
-        drop((source, counted));
-        match reason {
-            CloseReason::Finished | CloseReason::ClientLost | CloseReason::Shutdown => {}
-            _ => linger_close(from_client.into_inner(), to_client.into_inner()).await,
+        // Not an async function, which would keep its arguments twice.
+        async move {
+            // A borrow, because a move would keep a second copy in the future.
+            let _held = &held;
+            let (read, write) = match client() {
+                Ok(halves) => halves,
+                Err(error) => {
+                    warn!(%peer, %error, "cannot serve an accepted connection");
+                    self.metrics.closed(CloseReason::ClientLost);
+                    return sink.end(CloseReason::ClientLost, &self.tasks);
+                }
+            };
+            let mut from_client = ReadSource::new(read, Bytes::new(), CloseReason::ClientLost);
+            let mut to_client = WriteSink::new(write, CloseReason::ClientLost);
+            let cut = pin!(async {
+                self.cut.cancelled().await;
+                CloseReason::Shutdown
+            });
+            let ended = run_connection(
+                (&mut from_client, &mut to_client),
+                (&mut source, &mut sink),
+                [self.metrics.sent.clone(), self.metrics.received.clone()],
+                HALF_OPEN_IDLE,
+                cut,
+            )
+            .await;
+            let reason = ended.reason;
+            self.metrics.closed(reason);
+            log_closed!(ended, %peer, listener = self.listener);
+            sink.end(reason, &self.tasks);
+            drop((source, counted));
+            match reason {
+                CloseReason::Finished | CloseReason::ClientLost | CloseReason::Shutdown => {}
+                _ => linger_close(from_client.into_inner(), to_client.into_inner()).await,
+            }
         }
     }
 

@@ -35,37 +35,43 @@ pub struct Ended {
 ///
 /// `cut` is pinned by the caller, because a future that is moved into another future needs its memory
 /// twice. The caller closes both sides with the returned reason.
-pub async fn run_connection<CS, CK, ES, EK>(
+#[expect(
+    clippy::manual_async_fn,
+    reason = "an async fn would keep its arguments twice"
+)]
+pub fn run_connection<CS, CK, ES, EK>(
     client: (&mut CS, &mut CK),
     endpoint: (&mut ES, &mut EK),
     bytes: [Counter; 2],
     half_open: Duration,
     cut: Pin<&mut impl Future<Output = CloseReason>>,
-) -> Ended
+) -> impl Future<Output = Ended>
 where
     CS: Source,
     CK: Sink,
     ES: Source,
     EK: Sink,
 {
-    let started = Instant::now();
-    let [mut up, mut down] = bytes.map(Meter::new);
-    let (reason, cut) = tokio::select! {
-        reason = pump(client, endpoint, &mut up, &mut down, half_open) => (reason, false),
-        reason = cut => (reason, true),
-    };
-    Ended {
-        reason,
-        cut,
-        client_ended: up.ended.is_some(),
-        to_endpoint: up.bytes,
-        from_endpoint: down.bytes,
-        duration: started.elapsed(),
-        answer_time: up.ended.zip(down.ended).and_then(|(asked, answered)| {
-            answered
-                .checked_duration_since(asked)
-                .filter(|time| !time.is_zero())
-        }),
+    async move {
+        let started = Instant::now();
+        let [mut up, mut down] = bytes.map(Meter::new);
+        let (reason, cut) = tokio::select! {
+            reason = pump(client, endpoint, &mut up, &mut down, half_open) => (reason, false),
+            reason = cut => (reason, true),
+        };
+        Ended {
+            reason,
+            cut,
+            client_ended: up.ended.is_some(),
+            to_endpoint: up.bytes,
+            from_endpoint: down.bytes,
+            duration: started.elapsed(),
+            answer_time: up.ended.zip(down.ended).and_then(|(asked, answered)| {
+                answered
+                    .checked_duration_since(asked)
+                    .filter(|time| !time.is_zero())
+            }),
+        }
     }
 }
 

@@ -40,25 +40,31 @@ impl Meter {
 /// other direction may stay without movement for at most `half_open`.
 ///
 /// The pump closes nothing: the caller owns the halves and reports the returned reason to both sides.
-pub async fn pump<CS, CK, ES, EK>(
+#[expect(
+    clippy::manual_async_fn,
+    reason = "an async fn would keep its arguments twice"
+)]
+pub fn pump<CS, CK, ES, EK>(
     client: (&mut CS, &mut CK),
     endpoint: (&mut ES, &mut EK),
     up: &mut Meter,
     down: &mut Meter,
     half_open: Duration,
-) -> CloseReason
+) -> impl Future<Output = CloseReason>
 where
     CS: Source,
     CK: Sink,
     ES: Source,
     EK: Sink,
 {
-    let (upward, downward) = (Direction::default(), Direction::default());
-    let up = one_way(client.0, endpoint.1, up, [&upward, &downward], half_open);
-    let down = one_way(endpoint.0, client.1, down, [&downward, &upward], half_open);
-    match tokio::try_join!(up, down) {
-        Ok(((), ())) => CloseReason::Finished,
-        Err(reason) => reason,
+    async move {
+        let (upward, downward) = (Direction::default(), Direction::default());
+        let up = one_way(client.0, endpoint.1, up, [&upward, &downward], half_open);
+        let down = one_way(endpoint.0, client.1, down, [&downward, &upward], half_open);
+        match tokio::try_join!(up, down) {
+            Ok(((), ())) => CloseReason::Finished,
+            Err(reason) => reason,
+        }
     }
 }
 
@@ -84,39 +90,45 @@ pub async fn idle(counter: &AtomicU64, bound: Duration) {
 
 /// Moves bytes one way. The futures of a send and of the end are boxed: an idle connection waits for its source, and
 /// needs no memory for the other steps.
-async fn one_way(
+#[expect(
+    clippy::manual_async_fn,
+    reason = "an async fn would keep its arguments twice"
+)]
+fn one_way(
     source: &mut impl Source,
     sink: &mut impl Sink,
     meter: &mut Meter,
     [own, other]: [&Direction; 2],
     half_open: Duration,
-) -> Result<(), CloseReason> {
-    while let Some(chunk) = source.recv().await? {
-        let bytes = chunk.len() as u64;
-        match Box::pin(send(source, sink, chunk, &own.accepted)).await {
-            Sent::Taken => {}
-            Sent::Failed(reason) => {
-                // Bytes in the opposite direction are still useful: an endpoint may answer and close before
-                // reading everything.
-                Box::pin(async {
-                    tokio::select! {
-                        () = other.done.notified() => {}
-                        () = idle(&other.accepted, CLOSE_STALL) => {}
-                        // Bytes that nobody takes from the source would count for no limit.
-                        () = async { source.fill().await; pending::<()>().await } => {}
-                    }
-                })
-                .await;
-                return Err(reason);
+) -> impl Future<Output = Result<(), CloseReason>> {
+    async move {
+        while let Some(chunk) = source.recv().await? {
+            let bytes = chunk.len() as u64;
+            match Box::pin(send(source, sink, chunk, &own.accepted)).await {
+                Sent::Taken => {}
+                Sent::Failed(reason) => {
+                    // Bytes in the opposite direction are still useful: an endpoint may answer and close before
+                    // reading everything.
+                    Box::pin(async {
+                        tokio::select! {
+                            () = other.done.notified() => {}
+                            () = idle(&other.accepted, CLOSE_STALL) => {}
+                            // Bytes that nobody takes from the source would count for no limit.
+                            () = async { source.fill().await; pending::<()>().await } => {}
+                        }
+                    })
+                    .await;
+                    return Err(reason);
+                }
+                // The side that would receive an answer is gone.
+                Sent::GivenUp => return Err(CloseReason::Stalled),
             }
-            // The side that would receive an answer is gone.
-            Sent::GivenUp => return Err(CloseReason::Stalled),
+            meter.bytes += bytes;
+            meter.total.increment(bytes);
         }
-        meter.bytes += bytes;
-        meter.total.increment(bytes);
+        meter.ended = Some(Instant::now());
+        Box::pin(finish(source, sink, [own, other], half_open)).await
     }
-    meter.ended = Some(Instant::now());
-    Box::pin(finish(source, sink, [own, other], half_open)).await
 }
 
 /// Ends a direction whose source has ended, then waits for the other direction.

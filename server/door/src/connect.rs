@@ -225,6 +225,8 @@ impl ConnectListener {
     ) {
         match Box::pin(acceptor.accept(ReadAhead::new(stream))).await {
             Ok(stream) => {
+                // Boxed, because each stage of the connection keeps the place of the stream that it has passed on.
+                let stream = Box::new(stream);
                 let served = self.clone().serve_http(stream, socket, peer, candidate);
                 served.await;
             }
@@ -320,7 +322,7 @@ impl ConnectListener {
             let answer = ConnectError::Malformed.response();
             return respond_and_close(read, write, answer).await;
         }
-        let connected = match self.connect(&target, peer).await {
+        let connected = match self.connect(&target, &peer).await {
             Ok(connected) => connected,
             Err(Denial::Unknown) => {
                 return respond_and_close(read, write, NOT_FOUND).await;
@@ -344,9 +346,9 @@ impl ConnectListener {
         let reason = self
             .run_connection(
                 client,
-                connected,
+                &connected,
                 &target,
-                peer,
+                &peer,
                 Some(socket),
                 unread.clone(),
             )
@@ -358,26 +360,26 @@ impl ConnectListener {
     }
 
     /// Connects to an endpoint for a request.
-    async fn connect(&self, authority: &str, peer: Origin) -> Result<Connected, Denial> {
+    async fn connect(&self, authority: &str, peer: &Origin) -> Result<Connected, Denial> {
         let upstream = self.find(authority, peer)?;
         self.dial(upstream, authority, peer).await
     }
 
     /// Returns the upstream for a request.
-    fn find(&self, authority: &str, peer: Origin) -> Result<Arc<Upstream>, Denial> {
+    fn find(&self, authority: &str, peer: &Origin) -> Result<Arc<Upstream>, Denial> {
         let front = &self.front;
         front.metrics.http_requests.increment(1);
         let Some(upstream) = front.table.by_authority(authority) else {
             self.refuse(
                 Refusal::Unknown,
-                peer,
+                *peer,
                 &format!("{authority} is not exposed"),
             );
             return Err(Denial::Unknown);
         };
         if !upstream.permits(peer.ip()) {
             let why = format!("{authority} does not allow the address");
-            self.refuse(Refusal::Address, peer, &why);
+            self.refuse(Refusal::Address, *peer, &why);
             return Err(Denial::Address);
         }
         Ok(upstream)
@@ -387,12 +389,12 @@ impl ConnectListener {
         &self,
         upstream: Arc<Upstream>,
         authority: &str,
-        peer: Origin,
+        peer: &Origin,
     ) -> Result<Connected, Denial> {
         let front = &self.front;
-        let first = upstream.first_bytes(&peer, Vec::new());
+        let first = upstream.first_bytes(peer, Vec::new());
         let unavailable = |error: ConnectFailure| {
-            self.refuse(refusal_of(error), peer, &format!("{authority}: {error}"));
+            self.refuse(refusal_of(error), *peer, &format!("{authority}: {error}"));
             Denial::from(&error)
         };
         let mut connected = upstream
@@ -404,7 +406,7 @@ impl ConnectListener {
         written.map_err(|_| unavailable(ConnectFailure::Refused))?;
         connected.share = front.shares.take(peer.ip(), &connected.stream);
         if connected.share.is_none() {
-            front.refuse_share(Entrance::Tunneling, &peer);
+            front.refuse_share(Entrance::Tunneling, peer);
             return Err(Denial::TooMany);
         }
         Ok(connected)
@@ -420,9 +422,9 @@ impl ConnectListener {
     fn run_connection<C, K>(
         &self,
         client: (&mut C, &mut K),
-        connected: Connected,
+        connected: &Connected,
         authority: &str,
-        peer: Origin,
+        peer: &Origin,
         socket: Option<&TcpStream>,
         unread: Arc<Allowance>,
     ) -> impl Future<Output = CloseReason>
@@ -431,10 +433,9 @@ impl ConnectListener {
         K: Sink,
     {
         async move {
-            // Borrows the whole value: the future must hold the places within the limits until it ends.
             let Connected {
                 stream, upstream, ..
-            } = &connected;
+            } = connected;
             disable_bbr_on_loopback(stream);
             let mut reset = ResetOnDrop::new(stream);
             let moved = Arc::<AtomicU64>::default();

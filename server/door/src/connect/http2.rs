@@ -15,7 +15,7 @@ use culvert_native::window::{Inbound, Pings, TAKER_HELD_BYTES, UNCONFIRMED, Wind
 use culvert_stream::allowance::Allowance;
 use culvert_stream::io::LINGER;
 use culvert_stream::{CloseReason, Sink as _, Source as _};
-use http::{HeaderMap, HeaderValue, Method, Response, StatusCode};
+use http::{HeaderValue, Method, Response, StatusCode};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::task::coop::consume_budget;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
@@ -150,7 +150,8 @@ impl ConnectListener {
             pings: Pings::default(),
             confirm_time: Some(CONFIRM_TIME),
         };
-        let taker = Taker::new(stream, inbound.clone(), limits);
+        // Boxed, so that an open connection does not occupy the memory of its handshake.
+        let taker = Box::pin(Taker::new(stream, inbound.clone(), limits));
         let mut taker = match taker.await {
             Ok(taker) => taker,
             Err(error) => return self.refuse(Refusal::Garbage, peer, &error.to_string()),
@@ -173,7 +174,7 @@ impl ConnectListener {
                 () = session.exceeded() => {
                     warn!(%peer, "HTTP/2 connection ended: unread uploads of all clients exceed a quarter of the memory limit, and this connection is the largest of the address with the most; check the endpoints that do not read, or raise the memory limit");
                     self.front.metrics.refused(Entrance::Tunneling, Refusal::BufferExceeded);
-                    return end_refused(taker).await;
+                    return Box::pin(end_refused(&mut taker)).await;
                 }
                 () = session.displaced(), if end.is_none() => {
                     warn!(%peer, "HTTP/2 connection without streams ended: a client of an address with fewer connections needs its place; raise the memory limit");
@@ -210,24 +211,17 @@ impl ConnectListener {
                 }
             };
             match next {
-                Ok(Some(mut incoming)) => {
-                    // The fields may be large, and the stream's task starts later.
-                    *incoming.0.headers_mut() = HeaderMap::new();
+                Ok(Some(incoming)) => {
                     let undecided = shared.inbound.undecided_request();
                     was_idle = false;
                     shared.opened.fetch_add(1, Ordering::Relaxed);
                     if shared.is_flood() {
                         self.refuse(Refusal::Flood, peer, "most streams are reset at once");
-                        return end_refused(taker).await;
+                        return Box::pin(end_refused(&mut taker)).await;
                     }
-                    let stream = session.stream();
                     let (listener, shared) = (self.clone(), shared.clone());
-                    self.front.tasks.spawn(async move {
-                        tokio::select! {
-                            () = listener.stream(incoming, undecided, &shared, stream) => {}
-                            () = listener.front.cut.cancelled() => {}
-                        }
-                    });
+                    let served = listener.stream(incoming, undecided, shared, session.stream());
+                    self.front.tasks.spawn(served);
                     // Lets the tasks of the accepted streams run, so that the tasks count premature resets
                     // before many more streams are accepted.
                     consume_budget().await;
@@ -263,15 +257,13 @@ impl ConnectListener {
 
     /// Serves a stream of an HTTP/2 connection.
     fn stream(
-        &self,
+        self: Arc<Self>,
         (request, mut respond): Incoming,
         undecided: UndecidedRequest,
-        shared: &Shared,
+        shared: Arc<Shared>,
         session: SessionStream,
-    ) -> impl Future<Output = ()> {
-        let metrics = &self.front.metrics;
-        let peer = shared.peer;
-        // The rest of the head is dropped: the head may be large, and endpoints may be slow to accept.
+    ) -> impl Future<Output = ()> + Send + 'static {
+        // The rest of the head is dropped at once: the head may be large, and endpoints may be slow to accept.
         let (method, authority, body) = {
             let (head, body) = request.into_parts();
             let authority = head.uri.authority().map(ToString::to_string);
@@ -281,6 +273,8 @@ impl ConnectListener {
         let mut source = NativeSource::unanswered(body, inbound, lost);
         // Not an async function, which would keep its arguments twice.
         async move {
+            let metrics = &self.front.metrics;
+            let (peer, cut) = (&shared.peer, &self.front.cut);
             let mut undecided = Some(undecided);
             let since = Instant::now();
             let connected = async {
@@ -292,7 +286,7 @@ impl ConnectListener {
                     }
                     _ => {
                         metrics.http_requests.increment(1);
-                        self.refuse(Refusal::Garbage, peer, "not a CONNECT request");
+                        self.refuse(Refusal::Garbage, *peer, "not a CONNECT request");
                         Err(Denial::Unknown)
                     }
                 }
@@ -310,6 +304,7 @@ impl ConnectListener {
                 // The bytes must not wait in HTTP/2, where they do not count.
                 () = async { source.fill().await; pending().await } => return,
                 () = session.exceeded() => return,
+                () = cut.cancelled() => return,
             };
             let mut connected = match connected {
                 Ok(connected) => connected,
@@ -347,8 +342,9 @@ impl ConnectListener {
             // A stream whose reset waits counts as a connection of the client.
             let share = connected.share.take();
             let reason = tokio::select! {
-                reason = self.run_connection(client, connected, &authority, peer, None, unread) => reason,
+                reason = self.run_connection(client, &connected, &authority, peer, None, unread) => reason,
                 () = session.exceeded() => CloseReason::BufferExceeded,
+                () = cut.cancelled() => return,
             };
             counted.end(reason);
             sink.end_holding((share, session), reason, &self.front.tasks);
@@ -357,7 +353,7 @@ impl ConnectListener {
 }
 
 /// Ends a connection with ENHANCE_YOUR_CALM.
-async fn end_refused<S: AsyncRead + AsyncWrite + Unpin>(mut taker: Taker<S>) {
+async fn end_refused<S: AsyncRead + AsyncWrite + Unpin>(taker: &mut Taker<S>) {
     taker.refuse();
     let ended = async { while matches!(taker.next().await, Ok(Some(_))) {} };
     // A client that does not read never receives the refusal.
