@@ -414,6 +414,30 @@ async fn server_behind_the_door_knows_the_addresses_of_agents() {
 /// packet id 0.
 const RESET: &[u8] = b"\x00\x0e\x38sessions\x00\x00\x00\x00\x00";
 
+/// Returns the number of bytes that the program behind `server` has not read from a client, or an error without a
+/// connection.
+fn unread_from(client: &TcpStream, server: SocketAddr) -> Result<usize, String> {
+    let hex = |at: SocketAddr| match at {
+        SocketAddr::V4(at) => {
+            let ip = u32::from_ne_bytes(at.ip().octets());
+            format!("{ip:08X}:{:04X}", at.port())
+        }
+        SocketAddr::V6(_) => unreachable!("the test uses IPv4"),
+    };
+    let (server, client) = (hex(server), hex(client.local_addr().unwrap()));
+    let sockets = std::fs::read_to_string("/proc/net/tcp").unwrap();
+    let queues = sockets.lines().find_map(|line| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        (fields.get(1..3) == Some(&[&*server, &*client])).then(|| fields[4].to_owned())
+    });
+    let (_, unread) = queues
+        .as_deref()
+        .unwrap_or_default()
+        .split_once(':')
+        .ok_or("no connection")?;
+    usize::from_str_radix(unread, 16).map_err(|error| error.to_string())
+}
+
 #[tokio::test]
 async fn openvpn_listener_displaces_silent_clients_first_and_accepts_headers() {
     let dir = tempfile::tempdir().unwrap();
@@ -433,6 +457,12 @@ async fn openvpn_listener_displaces_silent_clients_first_and_accepts_headers() {
 
     let mut honest = connect_from(CLIENT, openvpn).await;
     honest.write_all(&RESET[..2]).await.unwrap();
+    // The server has read the bytes, so this client is not silent.
+    let read = async || match unread_from(&honest, openvpn)? {
+        0 => Ok(()),
+        unread => Err(format!("{unread} bytes unread")),
+    };
+    eventually("the server reads", LIMIT, read).await;
     let mut silent = Vec::new();
     for _ in 0..300 {
         silent.push(connect_from(CLIENT, openvpn).await);

@@ -258,8 +258,9 @@ impl Hosts {
             let of_host = peers.iter();
             of_host.map(move |(id, peer)| (*host, *id, peers.len(), peer))
         });
-        let may_go = all.filter(|(.., peer)| !has_grace || is_old(peer));
-        let first = may_go.min_by_key(|(_, id, count, peer)| (peer.has_sent, Reverse(*count), *id));
+        let first = all.min_by_key(|(_, id, count, peer)| (peer.has_sent, Reverse(*count), *id));
+        // A peer that has sent something keeps its slot while a silent peer is not old yet.
+        let first = first.filter(|(.., peer)| !has_grace || is_old(peer));
         let Some((host, id, ..)) = first else {
             return false;
         };
@@ -497,6 +498,21 @@ mod tests {
         let expected = (0..silent.len()).map(|number| number < newest);
         let silent: Vec<_> = silent.iter().collect();
         assert_eq!(displaced(&silent), expected.collect::<Vec<_>>());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn silent_peers_of_one_host_go_before_an_older_peer_that_has_sent() {
+        let admission = Admission::new(LIMITS);
+        let honest = enter(&admission, "192.0.2.1").await;
+        honest.has_sent();
+        tokio::time::sleep(LIMITS.grace / 2).await;
+        let mut silent = Vec::new();
+        for _ in 1..LIMITS.peers {
+            silent.push(enter(&admission, "192.0.2.1").await);
+        }
+        let newcomer = enter(&admission, "192.0.2.1").await;
+        let all = [&honest, &silent[0], &silent[1], &newcomer];
+        assert_eq!(displaced(&all), [false, true, false, false]);
     }
 
     #[tokio::test(start_paused = true)]
