@@ -247,7 +247,7 @@ impl Flow {
         if self.is_repeated_before_fin(segment) {
             return 0;
         }
-        let acknowledged = self.track.input(segment);
+        let acknowledged = self.track.input(segment, self.mss());
         if self.mss() >= OWN_MSS.into() {
             (self.received_in, self.sent_in) = (NO_SHARE, NO_SHARE);
         }
@@ -282,7 +282,7 @@ impl Flow {
     /// Returns the packet in the form that smoltcp needs, if that differs from the received form.
     fn adapted(&self, segment: &Segment<'_>, packet: &[u8]) -> Option<Vec<u8>> {
         let sequence = self.early_acknowledgement(segment);
-        let window = self.track.window_for_repeats(segment, self.mss());
+        let window = self.track.window_for_repeats(segment);
         if sequence.is_none() && window.is_none() {
             return None;
         }
@@ -333,7 +333,8 @@ impl Flow {
             && self.queued() == 0
             && self.track.in_flight() == 1
             && self.track.acknowledges_nothing(segment)
-            && self.expected() == Some(segment.sequence())
+            && (self.expected() == Some(segment.sequence())
+                || self.early_acknowledgement(segment).is_some())
     }
 
     /// True if smoltcp may process `segment` in SYN-SENT. Simultaneous open and segments that arrive before

@@ -14,10 +14,10 @@ pub(crate) struct Track {
     /// Sequence numbers of the first unacknowledged byte and of the first byte never sent.
     unacknowledged: u32,
     sent: u32,
-    /// Sequence number after the last window probe, which does not count as sent until it is acknowledged.
-    probed: u32,
     acknowledged: u64,
     remote_window: u32,
+    /// Window of the remote end as smoltcp knows it, see [`Self::window_for_repeats`].
+    shown_window: u32,
     remote_shift: u8,
     /// Largest segment payload that the remote end accepts; 0 until known.
     remote_mss: u16,
@@ -106,17 +106,10 @@ fn before(a: u32, b: u32) -> bool {
     (a.wrapping_sub(b) as i32) < 0
 }
 
-/// Returns the later one of two sequence numbers.
-fn latest(a: u32, b: u32) -> u32 {
-    match before(a, b) {
-        true => b,
-        false => a,
-    }
-}
-
 impl Track {
-    /// Records a received segment. Returns the number of newly acknowledged bytes.
-    pub(crate) fn input(&mut self, segment: &Segment<'_>) -> u32 {
+    /// Records a received segment. Returns the number of newly acknowledged bytes. Segments have at most `mss` bytes.
+    pub(crate) fn input(&mut self, segment: &Segment<'_>, mss: usize) -> u32 {
+        let mss = u32::try_from(mss).unwrap_or(u32::MAX);
         if segment.has(flags::RST) {
             return 0;
         }
@@ -134,12 +127,17 @@ impl Track {
             }
         }
         if !segment.has(flags::ACK) {
-            self.remote_window = segment.window().into();
+            if syn {
+                self.remote_window = segment.window().into();
+                self.shown_window = self.remote_window;
+            }
             return 0;
         }
         let acknowledgement = segment.acknowledgement();
-        if self.has_probed() && !before(self.probed, acknowledgement) {
-            self.sent = latest(self.sent, acknowledgement);
+        // A window probe, perhaps with a FIN, does not count as sent until it is acknowledged.
+        let ahead = acknowledgement.wrapping_sub(self.sent);
+        if self.shown_window == 0 && (1..=2).contains(&ahead) {
+            self.sent = acknowledgement;
         }
         if before(self.sent, acknowledgement) || before(acknowledgement, self.unacknowledged) {
             return 0;
@@ -149,6 +147,11 @@ impl Track {
         let newly = acknowledgement.wrapping_sub(self.unacknowledged);
         self.unacknowledged = acknowledgement;
         self.acknowledged += u64::from(newly);
+        let repeats = self.in_flight().min(mss);
+        self.shown_window = match self.remote_window < repeats {
+            true => (repeats >> shift).max(1) << shift,
+            false => self.remote_window,
+        };
         self.repeating &= newly == 0;
         newly
     }
@@ -214,7 +217,6 @@ impl Track {
                 self.syn_sent = true;
                 self.unacknowledged = emitted.sequence;
                 self.sent = emitted.sequence;
-                self.probed = emitted.sequence;
             }
             self.local_shift = emitted.shift;
         }
@@ -229,14 +231,11 @@ impl Track {
         // A keepalive's sequence number lies before the acknowledged bytes. A window probe is one byte
         // outside the window.
         let keepalive = before(emitted.sequence, self.unacknowledged);
-        let probe = emitted.data == 1 && self.remote_window == 0;
-        let end = emitted.sequence.wrapping_add(length);
-        if probe && !keepalive {
-            self.probed = end;
-        }
+        let probe = emitted.data == 1 && self.shown_window == 0;
         if length == 0 || keepalive || probe {
             return false;
         }
+        let end = emitted.sequence.wrapping_add(length);
         // A repeated SYN does not count as a loss: the remote end may have to dial before it answers.
         let repeated = before(emitted.sequence, self.sent) && !syn;
         if before(self.sent, end) {
@@ -297,24 +296,16 @@ impl Track {
         self.remote_mss
     }
 
-    /// True if a window probe was sent and no later byte.
-    fn has_probed(&self) -> bool {
-        before(self.sent, self.probed)
-    }
-
     /// Returns the window that smoltcp must see in a segment, if the segment's own window is smaller than the bytes in
-    /// flight: room for one segment of these bytes, of at most `mss` bytes. smoltcp stops its retransmission timer at a
-    /// window of 0, also with bytes in flight, and might never send them again. RFC 9293, 3.8.6, permits a sender to repeat
-    /// what it has sent before the window shrank. Call after [`Self::input`].
-    pub(crate) fn window_for_repeats(&self, segment: &Segment<'_>, mss: usize) -> Option<u16> {
-        if !segment.has(flags::ACK) || segment.has(flags::SYN | flags::RST) {
-            return None;
-        }
-        let own = u32::from(segment.window()) << self.remote_shift;
-        let most = u32::try_from(mss).unwrap_or(u32::MAX);
-        let repeats = self.in_flight().min(most);
-        let window = u16::try_from((repeats >> self.remote_shift).max(1)).unwrap_or(u16::MAX);
-        (own < repeats).then_some(window)
+    /// flight: room for one segment of these bytes, in whole units of the window scale. smoltcp stops its retransmission
+    /// timer at a window of 0, also with bytes in flight, and might never send them again. RFC 9293, 3.8.6, permits a
+    /// sender to repeat what it has sent before the window shrank. Call after [`Self::input`].
+    pub(crate) fn window_for_repeats(&self, segment: &Segment<'_>) -> Option<u16> {
+        let is_latest = segment.has(flags::ACK)
+            && !segment.has(flags::SYN | flags::RST)
+            && segment.acknowledgement() == self.unacknowledged;
+        let window = u16::try_from(self.shown_window >> self.remote_shift).unwrap_or(u16::MAX);
+        (is_latest && self.shown_window > self.remote_window).then_some(window)
     }
 
     pub(crate) fn remote_window(&self) -> usize {
