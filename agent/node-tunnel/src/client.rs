@@ -245,7 +245,7 @@ impl<R: Reach> ClientHandler<R> {
         })
     }
 
-    /// Carries the connection of a client over an accepted stream. `held` is released at the end.
+    /// Carries the connection of a client over an accepted stream. `held` is dropped last.
     fn run_connection<H, C, I, O>(
         self: Arc<Self>,
         stream: AcceptedStream,

@@ -64,8 +64,7 @@ pub fn run(options: &Options) -> ExitCode {
 }
 
 const INTERRUPTED: &str = "interrupted before every check was done";
-const FAILED: &str =
-    "not every check passed: see the rows with FAILED; -v 2 shows the logs of the programs";
+const FAILED: &str = "not every check passed: see the rows with FAILED, and run again with -v 2 for the logs of the programs";
 
 async fn dev(once: bool, openvpn: bool) -> anyhow::Result<()> {
     let mut signals = Signals::new()?;
@@ -88,8 +87,9 @@ async fn dev(once: bool, openvpn: bool) -> anyhow::Result<()> {
     if !once && passed.is_some() {
         describe(&tunnel, folder.path());
         if passed == Some(false) {
-            say!("{FAILED}");
+            say!("\n{FAILED}\n");
         }
+        say!("Ctrl-C stops the tunnel and removes the folder.");
         signals.recv().await;
         say!("Stopping.");
     }
@@ -150,7 +150,6 @@ fn describe(tunnel: &Tunnel, folder: &Path) {
             say!("  {program} switch --admin-uds {socket} --to openvpn --wait\n");
         }
     }
-    say!("Ctrl-C stops the tunnel and removes the folder.");
 }
 
 fn describe_door(door: &Door) {

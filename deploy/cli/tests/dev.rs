@@ -289,13 +289,20 @@ fn printed_curl_lines_work_and_ctrl_c_removes_the_folder() {
     assert_eq!(lines.len(), 3, "{lines:?}");
     for line in lines {
         let answer = Command::new("sh")
-            .args(["-c", &format!("{line} --silent --show-error --max-time 20")])
+            .args([
+                "-c",
+                &format!(
+                    "{line} --silent --show-error --max-time 20 --write-out ' %{{http_connect}}'"
+                ),
+            ])
             .env("NO_PROXY", "127.0.0.1,.svc.cluster.local")
             .output()
             .expect("a shell");
         let text = String::from_utf8_lossy(&answer.stdout);
         let errors = String::from_utf8_lossy(&answer.stderr);
         assert!(text.contains("hello"), "{line}\n{text}\n{errors}");
+        let is_tunneled = line.contains("--proxytunnel");
+        assert_eq!(text.ends_with(" 200"), is_tunneled, "{line}\n{text}");
     }
 
     let pid = rustix::process::Pid::from_child(&running.0);

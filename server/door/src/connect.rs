@@ -225,7 +225,7 @@ impl ConnectListener {
     ) {
         match Box::pin(acceptor.accept(ReadAhead::new(stream))).await {
             Ok(stream) => {
-                // Boxed, because each stage of the connection keeps the place of the stream that it has passed on.
+                // Boxed, because the future of each stage keeps room for the stream after it has passed the stream on.
                 let stream = Box::new(stream);
                 let served = self.clone().serve_http(stream, socket, peer, candidate);
                 served.await;
@@ -353,6 +353,8 @@ impl ConnectListener {
                 unread.clone(),
             )
             .await;
+        // Frees the places within the limits before the client learns of the end and connects again.
+        drop(connected);
         counted.end(reason);
         if reason == CloseReason::EndpointLost {
             linger_close(source.into_inner(), sink.into_inner()).await;

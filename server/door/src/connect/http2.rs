@@ -216,6 +216,8 @@ impl ConnectListener {
                     was_idle = false;
                     shared.opened.fetch_add(1, Ordering::Relaxed);
                     if shared.is_flood() {
+                        // Its header fields may be large.
+                        drop(incoming);
                         self.refuse(Refusal::Flood, peer, "most streams are reset at once");
                         return Box::pin(end_refused(&mut taker)).await;
                     }
@@ -292,7 +294,7 @@ impl ConnectListener {
                 }
             };
             let connected = tokio::select! {
-                // Polled first: a stream already reset must not cause a connection to an endpoint.
+                // Polled first: a stream that is already reset or cut must not cause a connection to an endpoint.
                 biased;
                 reset = poll_fn(|cx| respond.poll_reset(cx)) => {
                     if reset.is_ok() && since.elapsed() < PREMATURE {
@@ -300,11 +302,11 @@ impl ConnectListener {
                     }
                     return;
                 }
+                () = cut.cancelled() => return,
                 connected = connected => connected,
                 // The bytes must not wait in HTTP/2, where they do not count.
                 () = async { source.fill().await; pending().await } => return,
                 () = session.exceeded() => return,
-                () = cut.cancelled() => return,
             };
             let mut connected = match connected {
                 Ok(connected) => connected,
@@ -346,6 +348,7 @@ impl ConnectListener {
                 () = session.exceeded() => CloseReason::BufferExceeded,
                 () = cut.cancelled() => return,
             };
+            drop(connected);
             counted.end(reason);
             sink.end_holding((share, session), reason, &self.front.tasks);
         }
