@@ -41,6 +41,10 @@ const WIRE_PACKETS: usize = 64;
 
 const MAX_DIALS: u16 = 16;
 
+/// Most time that passes in pauses. A flow whose handles are dropped ends after 30 s without progress
+/// (`culvert_stream::CLOSE_STALL`), and the pauses of its retransmissions double.
+const MOST_PAUSED: Duration = Duration::from_secs(17);
+
 /// First port of the dialed destinations. Every dial has its own port.
 const FIRST_PORT: u16 = 1000;
 
@@ -71,6 +75,8 @@ struct Side {
 
 struct World {
     now: Moment,
+    /// Sum of all pauses.
+    paused: Duration,
     sides: [Side; 2],
     dials: BTreeMap<u16, Dial>,
     dialed: u16,
@@ -121,6 +127,7 @@ impl World {
         };
         Self {
             now,
+            paused: Duration::ZERO,
             sides: [side(1, false), side(6, true)],
             dials: BTreeMap::new(),
             dialed: 0,
@@ -161,8 +168,11 @@ impl World {
                 }
             }
             12 => {
-                // A longer pause would end all flows.
-                self.now += Duration::from_millis(1 << (b % 15));
+                let pause = Duration::from_millis(1 << (b % 15));
+                if self.paused + pause <= MOST_PAUSED {
+                    self.paused += pause;
+                    self.now += pause;
+                }
             }
             13 => {
                 let side = &mut self.sides[which];
