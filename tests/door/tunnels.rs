@@ -269,6 +269,24 @@ async fn max_connections_limits_the_tunnels_of_an_upstream() {
 }
 
 #[tokio::test]
+async fn a_client_that_lost_its_endpoint_may_connect_again_at_once() {
+    let endpoint = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let routes = [Upstream::new("demo/raw", endpoint.local_addr().unwrap()).authority(RAW)];
+    let door = Door::start_with(&routes, &["--max-connections=1"]).await;
+    let mut first = http1(&door, RAW).await;
+    let (lost, _) = endpoint.accept().await.unwrap();
+    // The close becomes a reset.
+    socket2::SockRef::from(&lost)
+        .set_linger(Some(Duration::ZERO))
+        .unwrap();
+    drop(lost);
+    let end = timely("the end", first.read(&mut [0])).await;
+    assert_eq!(end.unwrap_or(0), 0);
+    // The first client has not closed its connection yet.
+    http1(&door, RAW).await;
+}
+
+#[tokio::test]
 async fn an_idle_tunnel_is_closed_and_a_busy_one_is_not() {
     let (door, _services) = start(&["--tunneling-stream-idle-timeout=1s"]).await;
     let client = Http2::connect(door.tunneling).await;
