@@ -266,7 +266,7 @@ impl<R: Reach> ClientHandler<R> {
         } = stream;
         // Not an async function, which would keep its arguments twice.
         async move {
-            // A borrow, because a move would keep a second copy in the future.
+            // Borrowed, because the task would keep a second copy of a moved value.
             let _held = &held;
             let (read, write) = match client() {
                 Ok(halves) => halves,

@@ -85,7 +85,7 @@ impl Front {
             let (seat, connection) = (seat(&self.shards), connection.clone());
             let (shard, front) = (seat.shard(), self.clone());
             let serve = move |accepted| async move {
-                // A borrow, because a move would keep a second copy in the future.
+                // Borrowed, because the task would keep a second copy of a moved value.
                 let _seat = &seat;
                 if let Accepted::Tcp(stream, peer) = accepted {
                     // Not `run_until_cancelled`: its future would reserve space for the connection's future

@@ -8,7 +8,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use super::net::{Answer, Net, POD, SERVER};
-use crate::flows::{Closed, Config, Flows, Input};
+use crate::flows::{Closed, Config, FlowId, Flows, Input};
 use crate::ip::build::{self, Numbers};
 use crate::ip::{Packet, Segment, Sum, flags};
 
@@ -209,8 +209,9 @@ fn acknowledgements_behind_a_full_buffer_count() {
     assert!(!accepted(1, flags::ACK | flags::FIN, 0));
 }
 
-#[test]
-fn bytes_behind_a_window_that_shrank_are_sent_again() {
+/// Returns a network whose first flow has sent `bytes`, which do not arrive, and closes if `ends` is set. The remote end then
+/// acknowledges all but the last sequence number, once with each of the `windows`.
+fn last_one_missing(bytes: &[u8], ends: bool, windows: &[u16]) -> (Net, FlowId) {
     let mut net = Net::new();
     net.b.echo = true;
     let id = net.dial(POD, 0);
@@ -219,44 +220,34 @@ fn bytes_behind_a_window_that_shrank_are_sent_again() {
         net.a.streams[&id].connected && net.b.streams.values().any(|stream| stream.connected)
     });
     net.ab.stalled = true;
-    let now = net.now;
-    assert_eq!(net.a.flows.send(id, &[7; 100]).unwrap(), 100);
+    assert_eq!(net.a.flows.send(id, bytes).unwrap(), bytes.len());
+    if ends {
+        net.a.flows.close(id);
+    }
     net.turn();
     let track = net.a.flows.slots.flow(id.index).unwrap().track;
+    let numbers = (track.expected(), track.sent().wrapping_sub(1));
     let to = SocketAddrV4::new(SERVER, net.port_of(id));
-    for window in [0, 1000] {
-        let numbers = (track.expected(), track.sent().wrapping_sub(1));
-        let packet = tcp(POD, to, numbers, flags::ACK, window, &[], b"");
-        assert_eq!(net.a.flows.input(&packet, now), Input::Accepted);
+    for window in windows {
+        let packet = tcp(POD, to, numbers, flags::ACK, *window, &[], b"");
+        assert_eq!(net.a.flows.input(&packet, net.now), Input::Accepted);
         net.turn();
     }
+    (net, id)
+}
+
+#[test]
+fn bytes_behind_a_window_that_shrank_are_sent_again() {
+    let (mut net, id) = last_one_missing(&[7; 100], false, &[0, 1000]);
     assert_eq!(net.a.flows.unacknowledged(id), 1);
+    let before = net.a.flows.stats().retransmitted;
     net.run(Duration::from_secs(3), |_| false);
-    assert!(net.a.flows.stats().retransmitted > 0);
+    assert!(net.a.flows.stats().retransmitted > before);
 }
 
 #[test]
 fn a_missing_fin_is_sent_again_after_repeated_acknowledgements() {
-    let mut net = Net::new();
-    net.b.echo = true;
-    let id = net.dial(POD, 0);
-    net.a.streams.get_mut(&id).unwrap().keep_open = true;
-    net.run(Duration::from_secs(1), |net| {
-        net.a.streams[&id].connected && net.b.streams.values().any(|stream| stream.connected)
-    });
-    net.ab.stalled = true;
-    let now = net.now;
-    assert_eq!(net.a.flows.send(id, b"ten bytes.").unwrap(), 10);
-    net.a.flows.close(id);
-    net.turn();
-    let track = net.a.flows.slots.flow(id.index).unwrap().track;
-    let to = SocketAddrV4::new(SERVER, net.port_of(id));
-    for _ in 0..6 {
-        let numbers = (track.expected(), track.sent().wrapping_sub(1));
-        let packet = tcp(POD, to, numbers, flags::ACK, 1000, &[], b"");
-        assert_eq!(net.a.flows.input(&packet, now), Input::Accepted);
-        net.turn();
-    }
+    let (mut net, id) = last_one_missing(b"ten bytes.", true, &[1000; 6]);
     assert_eq!(net.a.flows.unacknowledged(id), 0);
     let before = net.a.flows.stats().retransmitted;
     net.run(Duration::from_secs(3), |_| false);
