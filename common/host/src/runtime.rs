@@ -5,8 +5,10 @@ mod open_files;
 pub mod shards;
 
 use std::fmt;
+use std::future::poll_fn;
 use std::io::{self, Write as _};
 use std::process::ExitCode;
+use std::task::Poll;
 use std::time::Duration;
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -21,30 +23,44 @@ use crate::telemetry::logging::{self, LogConfig};
 /// Time for the log to accept the last lines of a program that ends.
 const LOG_FLUSH: Duration = Duration::from_secs(1);
 
-/// SIGINT and SIGTERM, in order of arrival.
-pub struct Signals {
-    interrupt: Signal,
-    terminate: Signal,
-}
+/// The signals that stop a program, in order of arrival.
+pub struct Signals(Vec<(&'static str, Signal)>);
 
 impl Signals {
-    /// Replaces the default action of both signals.
+    /// Replaces the default action of SIGINT and SIGTERM.
     ///
     /// # Errors
     /// Fails if the runtime cannot install a handler.
     pub fn new() -> io::Result<Self> {
-        Ok(Self {
-            interrupt: signal(SignalKind::interrupt())?,
-            terminate: signal(SignalKind::terminate())?,
-        })
+        Ok(Self(vec![
+            ("SIGINT", signal(SignalKind::interrupt())?),
+            ("SIGTERM", signal(SignalKind::terminate())?),
+        ]))
+    }
+
+    /// As [`Self::new`], for a program that a person runs in a terminal: also replaces the default action of SIGQUIT
+    /// (Ctrl-\) and of SIGHUP (the terminal is closed). SIGHUP stays ignored below `nohup`.
+    ///
+    /// # Errors
+    /// Fails if the runtime cannot install a handler.
+    pub fn of_terminal() -> io::Result<Self> {
+        let mut signals = Self::new()?;
+        signals.0.push(("SIGQUIT", signal(SignalKind::quit())?));
+        if !ignores_hangup() {
+            signals.0.push(("SIGHUP", signal(SignalKind::hangup())?));
+        }
+        Ok(signals)
     }
 
     /// Waits for the next signal and returns its name.
     pub async fn recv(&mut self) -> &'static str {
-        tokio::select! {
-            _ = self.interrupt.recv() => "SIGINT",
-            _ = self.terminate.recv() => "SIGTERM",
-        }
+        poll_fn(|cx| {
+            let mut signals = self.0.iter_mut();
+            let name =
+                signals.find_map(|(name, signal)| signal.poll_recv(cx).is_ready().then_some(*name));
+            name.map_or(Poll::Pending, Poll::Ready)
+        })
+        .await
     }
 
     /// Waits until a program has started.
@@ -83,6 +99,14 @@ impl Signals {
             signal = self.recv() => Err(CutShort { signal, stop }),
         }
     }
+}
+
+/// Returns true if this process has inherited that it ignores SIGHUP (proc_pid_status(5), `SigIgn`).
+fn ignores_hangup() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let ignored = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    ignored.is_some_and(|mask| mask & 1 == 1)
 }
 
 /// Error returned when a signal arrives during the start, or a second one during the shutdown.

@@ -67,7 +67,7 @@ const INTERRUPTED: &str = "interrupted before every check was done";
 const FAILED: &str = "not every check passed: see the rows with FAILED, and run again with -v 2 for the logs of the programs";
 
 async fn dev(once: bool, openvpn: bool) -> anyhow::Result<()> {
-    let mut signals = Signals::new()?;
+    let mut signals = Signals::of_terminal()?;
     let folder = tempfile::Builder::new()
         .prefix("culvert-dev-")
         .tempdir()
@@ -141,10 +141,10 @@ fn describe(tunnel: &Tunnel, folder: &Path) {
         None => tunnel.servers.first(),
     };
     if let Some(server) = server {
-        let socket = server.admin_socket.display();
+        let socket = quoted(&server.admin_socket);
         // The folder of the program may not be in PATH.
         let program = std::env::current_exe().unwrap_or_else(|_| "culvert".into());
-        let program = program.display();
+        let program = quoted(&program);
         say!("  {program} status --admin-uds {socket}\n");
         if tunnel.openvpn.is_some() {
             say!("  {program} switch --admin-uds {socket} --to openvpn --wait\n");
@@ -189,15 +189,22 @@ fn hints(tunnel: &Tunnel) {
     say!(
         "  curl --disable --noproxy '' --proxy https://{} --proxy-cacert {} --proxy-cert {} --proxy-key {} --proxytunnel http://{}/\n",
         tunnel.connect_tcp(),
-        pki.ca.display(),
-        pki.client.cert.display(),
-        pki.client.key.display(),
+        quoted(&pki.ca),
+        quoted(&pki.client.cert),
+        quoted(&pki.client.key),
         tunnel.services.http,
     );
     say!("  curl --disable --noproxy '' {}\n", door.curl().join(" "));
-    let (port, ca) = (door.sni.port(), pki.ca.display());
+    let (port, ca) = (door.sni.port(), quoted(&pki.ca));
     say!(
         "  curl --disable --noproxy '*' --cacert {ca} --resolve {CLUSTER_NAME}:{port}:{} https://{CLUSTER_NAME}:{port}/\n",
         door.sni.ip(),
     );
+}
+
+/// Quotes a path for a shell.
+fn quoted(path: &Path) -> String {
+    let path = path.display().to_string();
+    // No path has a zero byte, the only byte that cannot be quoted.
+    shlex::try_quote(&path).map_or_else(|_| path.clone(), |path| path.into_owned())
 }

@@ -1,10 +1,12 @@
 //! Tests of `culvert dev`, run as a person runs the command.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
 
-use std::io::{BufRead, BufReader};
-use std::process::{Child, Command, Stdio};
+use std::io::{BufRead, BufReader, Lines, Write as _};
+use std::path::Path;
+use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
+use rustix::process::{Pid, Signal, kill_process};
 use tokio::time::timeout;
 
 fn dev(args: &[&str]) -> Command {
@@ -21,6 +23,20 @@ impl Drop for Running {
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
+}
+
+/// Starts a program whose output the test reads.
+fn started(command: &mut Command) -> (Running, Lines<BufReader<ChildStdout>>) {
+    let mut child = command
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("the program must start");
+    let output = child.stdout.take().expect("its output");
+    (Running(child), BufReader::new(output).lines())
+}
+
+fn kill(running: &Running, signal: Signal) {
+    kill_process(Pid::from_child(&running.0), signal).expect("a signal");
 }
 
 #[test]
@@ -70,13 +86,18 @@ fn door_rows_show_the_received_data() {
     }
 }
 
+/// Prints past the capture of libtest, which would hide the line.
+fn skipped(why: &str) {
+    writeln!(std::io::stderr(), "skipped: {why}").expect("stderr");
+}
+
 /// True if a stock client ran. Otherwise prints the reason; with `CI=true`, a missing client is a failure.
 fn has_stock_client(text: &str) -> bool {
     let left_out = text.lines().find(|line| line.contains(" left out: "));
     if let Some(line) = left_out {
         let ci = std::env::var("CI").is_ok_and(|ci| ci == "true");
         assert!(!ci, "{line}, though CI=true");
-        eprintln!("skipped: {}", line.trim());
+        skipped(line.trim());
     }
     left_out.is_none()
 }
@@ -173,17 +194,9 @@ fn try_line(text: &str, command: &str) -> String {
 
 #[tokio::test]
 async fn stock_client_ends_with_the_program_after_any_signal() {
-    use rustix::process::{Pid, Signal, kill_process};
     // KILL in the middle of the checks, INT after the checks.
     for (signal, until) in [(Signal::KILL, "stock"), (Signal::INT, "Ctrl-C")] {
-        let mut running = Running(
-            dev(&["--openvpn"])
-                .stdout(Stdio::piped())
-                .spawn()
-                .expect("the program must start"),
-        );
-        let output = running.0.stdout.take().expect("its output");
-        let mut lines = BufReader::new(output).lines();
+        let (mut running, mut lines) = started(&mut dev(&["--openvpn"]));
         let mut text = String::new();
         while !text.lines().last().unwrap_or_default().contains(until) {
             text += &lines.next().expect("a line").expect("text");
@@ -201,7 +214,7 @@ async fn stock_client_ends_with_the_program_after_any_signal() {
                 "{status}"
             );
         }
-        kill_process(Pid::from_child(&running.0), signal).expect("a signal");
+        kill(&running, signal);
         running.0.wait().expect("an exit");
         let folder = folder(&text);
         let gone = async {
@@ -214,7 +227,7 @@ async fn stock_client_ends_with_the_program_after_any_signal() {
         }
         match signal {
             Signal::KILL => std::fs::remove_dir_all(folder).expect("a folder"),
-            _ => assert!(!std::path::Path::new(folder).exists(), "{folder}"),
+            _ => assert!(!Path::new(folder).exists(), "{folder}"),
         }
     }
 }
@@ -229,20 +242,43 @@ fn folder(text: &str) -> &str {
 
 #[test]
 fn an_interrupt_before_the_checks_is_a_failure_with_once() {
-    let mut running = Running(
-        dev(&["--once"])
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .expect("the program must start"),
-    );
-    let output = running.0.stdout.take().expect("its output");
-    let mut lines = BufReader::new(output).lines();
-    let first = lines.next().expect("a line").expect("text");
-    assert!(first.starts_with("Starting a tunnel"), "{first}");
-    let pid = rustix::process::Pid::from_child(&running.0);
-    rustix::process::kill_process(pid, rustix::process::Signal::INT).expect("a signal");
+    let (mut running, mut lines) = started(dev(&["--once"]).stderr(Stdio::null()));
+    folder(&lines.next().expect("a line").expect("text"));
+    kill(&running, Signal::INT);
     assert_eq!(running.0.wait().expect("an exit").code(), Some(1));
+}
+
+#[test]
+fn a_closed_terminal_and_ctrl_backslash_remove_the_folder() {
+    for signal in [Signal::HUP, Signal::QUIT] {
+        let (mut running, mut lines) = started(&mut dev(&[]));
+        let first = lines.next().expect("a line").expect("text");
+        let folder = folder(&first);
+        assert!(Path::new(folder).exists(), "{folder}");
+        kill(&running, signal);
+        assert_eq!(running.0.wait().expect("an exit").code(), Some(0));
+        assert!(!Path::new(folder).exists(), "{folder}");
+    }
+}
+
+#[test]
+fn the_program_runs_on_after_its_terminal_was_closed_with_nohup() {
+    let mut shell = Command::new("sh");
+    let program = env!("CARGO_BIN_EXE_culvert");
+    shell.args(["-c", "trap '' HUP && exec \"$0\" dev", program]);
+    let (mut running, mut lines) = started(&mut shell);
+    folder(&lines.next().expect("a line").expect("text"));
+    let status = std::fs::read_to_string(format!("/proc/{}/status", running.0.id()));
+    let status = status.expect("the program must run");
+    let mask = |name| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name));
+        u64::from_str_radix(line.expect("a line").trim(), 16).expect("a mask")
+    };
+    let (hangup, interrupt) = (1 << 0, 1 << 1);
+    assert_eq!(mask("SigIgn:") & hangup, hangup);
+    assert_eq!(mask("SigCgt:") & (hangup | interrupt), interrupt);
+    kill(&running, Signal::INT);
+    assert_eq!(running.0.wait().expect("an exit").code(), Some(0));
 }
 
 #[test]
@@ -262,19 +298,15 @@ fn checks_pass_without_the_stock_client() {
 fn printed_curl_lines_work_and_ctrl_c_removes_the_folder() {
     if Command::new("curl").arg("--version").output().is_err() {
         assert!(std::env::var_os("CI").is_none(), "curl is not on PATH");
-        println!("skipped: curl not found");
+        skipped("curl not found");
         return;
     }
-    let mut running = Running(
-        dev(&[])
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("the program must start"),
-    );
-    let output = running.0.stdout.take().expect("its output");
+    let temporary = tempfile::Builder::new().prefix("a folder").tempdir();
+    let temporary = temporary.expect("a folder");
+    let (mut running, output) = started(dev(&[]).env("TMPDIR", temporary.path()));
     let mut lines = Vec::new();
     let mut folder = None;
-    for line in BufReader::new(output).lines() {
+    for line in output {
         let line = line.expect("text");
         if let Some(path) = line.strip_prefix("Certificates are in ") {
             folder = Some(path.to_owned());
@@ -305,12 +337,8 @@ fn printed_curl_lines_work_and_ctrl_c_removes_the_folder() {
         assert_eq!(text.ends_with(" 200"), is_tunneled, "{line}\n{text}");
     }
 
-    let pid = rustix::process::Pid::from_child(&running.0);
-    rustix::process::kill_process(pid, rustix::process::Signal::INT).expect("a signal");
+    kill(&running, Signal::INT);
     assert_eq!(running.0.wait().expect("an exit").code(), Some(0));
     let folder = folder.expect("a folder");
-    assert!(
-        !std::path::Path::new(&folder).exists(),
-        "{folder} is left behind"
-    );
+    assert!(!Path::new(&folder).exists(), "{folder} is left behind");
 }
