@@ -103,8 +103,10 @@ impl Run {
     }
 
     /// Records the failure of a tunnel before its programs end.
-    fn lived<T>(&self, lived: anyhow::Result<T>) -> anyhow::Result<T> {
-        lived.inspect_err(|error| self.ledger.fails(format_args!("{error:#}")))
+    fn lived<T>(&self, tunnel: &'static str, lived: anyhow::Result<T>) -> anyhow::Result<T> {
+        lived
+            .context(tunnel)
+            .inspect_err(|error| self.ledger.fails(format_args!("{error:#}")))
     }
 
     /// Waits for the time of the next event. Waits until the end, and returns false, if the end is near.
@@ -177,7 +179,7 @@ async fn soak(programs: &Programs, seed: u64, time: Duration) -> anyhow::Result<
     let openvpn = match ground {
         Ok(ground) => {
             let openvpn = OpenVpn::start(programs, &ground, run.clone(), openvpn_random);
-            Some(run.lived(openvpn.await.context("OpenVPN"))?)
+            Some(run.lived("OpenVPN", openvpn.await)?)
         }
         Err(error) => {
             leave_out(&format!("OpenVPN left out: {error:#}"))?;
@@ -211,14 +213,14 @@ async fn soak(programs: &Programs, seed: u64, time: Duration) -> anyhow::Result<
     let end = begin + time;
     let openvpn = async {
         match openvpn {
-            Some(openvpn) => openvpn.live(end).await.map(Some),
+            Some(openvpn) => run.lived("OpenVPN", openvpn.live(end).await).map(Some),
             None => Ok(None),
         }
     };
     let lived = tokio::try_join!(
-        async { run.lived(konnectivity.live(end).await.context("Konnectivity")) },
-        async { run.lived(door.live(end).await.context("front door")) },
-        async { openvpn.await.context("OpenVPN") },
+        async { run.lived("Konnectivity", konnectivity.live(end).await) },
+        async { run.lived("front door", door.live(end).await) },
+        openvpn,
     );
     let elapsed = begin.elapsed();
     let attacks = attackers.connections();

@@ -19,6 +19,7 @@ use crate::programs::Programs;
 use crate::soak::Run;
 use crate::soak::ledger::{OutageGuard, Path, Scope};
 use crate::soak::random::Random;
+use crate::soak::unit::{exits, runs};
 use crate::sockets;
 
 /// Paths through each server.
@@ -154,6 +155,7 @@ impl Konnectivity {
     async fn happens(&mut self, event: Event) -> anyhow::Result<()> {
         match event {
             Event::KillAgent(agent) => {
+                runs(self.topology.agent(agent))?;
                 // The frozen agent opens no connection between the look at its ports and its end.
                 let pid = ask(|| {
                     let program = self.topology.agent(agent);
@@ -167,8 +169,10 @@ impl Konnectivity {
             }
             Event::DrainAgent(agent) => {
                 self.event(AGENTS, agent, "SIGTERM");
-                ask(|| self.topology.agent(agent).signal(Signal::TERM))?;
-                harness(self.topology.agent(agent).wait_exit(LIMIT)).await?;
+                let program = self.topology.agent(agent);
+                runs(program)?;
+                ask(|| program.signal(Signal::TERM))?;
+                exits(program, LIMIT).await?;
                 self.topology.kill_agent(agent);
                 self.agent_returns(agent).await
             }
@@ -183,14 +187,17 @@ impl Konnectivity {
             Event::KillServer(server) => {
                 let _outage = self.outage(server);
                 self.event(SERVERS, server, "SIGKILL");
+                runs(self.topology.server(server))?;
                 self.topology.kill_server(server);
                 self.server_returns(server).await
             }
             Event::StopServer(server) => {
                 let _outage = self.outage(server);
                 self.event(SERVERS, server, "SIGTERM");
-                ask(|| self.topology.server(server).signal(Signal::TERM))?;
-                harness(self.topology.server(server).wait_exit(LIMIT)).await?;
+                let program = self.topology.server(server);
+                runs(program)?;
+                ask(|| program.signal(Signal::TERM))?;
+                exits(program, LIMIT).await?;
                 self.topology.kill_server(server);
                 self.server_returns(server).await
             }
