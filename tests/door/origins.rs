@@ -9,6 +9,7 @@ use culvert_kit::services::{HELLO, Services};
 use culvert_tests::haproxy::{HaProxy, Options};
 use culvert_tests::kube_api::{KubeApi, service, slice};
 use culvert_tests::ports::Ports;
+use culvert_tests::skip::has_program;
 use culvert_tests::{Mode, Topology, Transport, eventually};
 use futures_util::future::select_all;
 use http::StatusCode;
@@ -101,6 +102,9 @@ async fn addresses_pass_from_haproxy_to_haproxy() {
 
 #[tokio::test]
 async fn node_port_accepts_the_header_of_curl() {
+    if !has_program("curl") {
+        return;
+    }
     let services = Services::start().await.unwrap();
     let mut door = Door::start_with(&[], &["--proxy-protocol-from=127.0.0.1"]).await;
     let port = door.ports.next_port();
@@ -114,7 +118,7 @@ async fn node_port_accepts_the_header_of_curl() {
             .stdin(Stdio::null())
             .kill_on_drop(true)
             .output();
-        let output = timely("curl", output).await.expect("curl is installed");
+        let output = timely("curl", output).await.expect("curl must start");
         String::from_utf8(output.stdout).unwrap()
     };
     eventually("the port is open", LIMIT, async || {

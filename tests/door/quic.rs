@@ -7,9 +7,9 @@ mod support;
 use std::net::SocketAddr;
 
 use culvert_native::quic::connection_id::{ConnectionId, Tag};
-use culvert_tests::envoy::skip;
 use culvert_tests::eventually;
 use culvert_tests::process::Signal;
+use culvert_tests::skip::skip;
 use futures_util::future::join_all;
 use socket2::{Domain, Protocol, Socket, Type};
 use tokio::net::UdpSocket;

@@ -1,9 +1,9 @@
 //! TLS connections, routed by server name.
 
-use culvert_tests::envoy::skip;
 use culvert_tests::eventually;
 use culvert_tests::hello::client_hello;
 use culvert_tests::metrics::http_get;
+use culvert_tests::skip::skip;
 use rustix::process::{Resource, getrlimit};
 use rustls::version::{TLS12, TLS13};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};

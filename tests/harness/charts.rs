@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 
-use crate::envoy::skip;
+use crate::skip::skip;
 
 /// The charts, and the image of each in `deploy/images/images.toml`.
 pub const CHARTS: [(&str, &str); 4] = [

@@ -17,6 +17,7 @@ use tempfile::TempDir;
 use crate::metrics::http_get;
 use crate::ports::Ports;
 use crate::process::Program;
+use crate::skip::skip;
 use crate::topology::PATIENCE;
 use crate::wait::eventually;
 
@@ -108,21 +109,6 @@ impl Envoy {
         .await;
         running
     }
-}
-
-/// Reports on stderr that tests against a peer program are skipped.
-///
-/// # Panics
-/// If `CI=true`: in CI all peer programs must be installed.
-pub fn skip(why: &str) {
-    let ci = std::env::var("CI").is_ok_and(|ci| ci == "true");
-    assert!(!ci, "{why}, though CI=true");
-    skip_for_kernel(why);
-}
-
-/// Reports on stderr that a test is skipped because of the kernel. Permitted in CI, which cannot install another kernel.
-pub fn skip_for_kernel(why: &str) {
-    eprintln!("skipped: {why}");
 }
 
 /// A running Envoy. Dropping the value kills the program.

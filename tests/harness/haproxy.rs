@@ -13,8 +13,8 @@ use std::sync::OnceLock;
 use tempfile::TempDir;
 use tokio::net::TcpStream;
 
-use crate::envoy::skip;
 use crate::process::Program;
+use crate::skip::{find_program, skip};
 use crate::topology::PATIENCE;
 use crate::wait::eventually;
 
@@ -42,12 +42,7 @@ impl HaProxy {
     }
 
     fn find() -> Option<Self> {
-        let path = std::env::var_os("PATH").unwrap_or_default();
-        std::env::split_paths(&path)
-            .chain([PathBuf::from(SYSTEM_DIR)])
-            .map(|dir| dir.join("haproxy"))
-            .find(|program| program.is_file())
-            .map(|program| Self { program })
+        find_program("haproxy", [SYSTEM_DIR]).map(|program| Self { program })
     }
 
     /// Starts haproxy with two threads and waits until haproxy listens. `server_names` maps each name to its

@@ -14,6 +14,7 @@ use serde_json::Value;
 use tokio::time::timeout;
 
 use crate::process::Program;
+use crate::skip::{find_program, skip};
 
 /// Longest run of the driver: far more than any run needs.
 const RUN_LIMIT: Duration = Duration::from_secs(120);
@@ -63,17 +64,13 @@ impl Interop {
     fn once(cell: &'static OnceLock<Option<Self>>, version: Option<&str>) -> Option<&'static Self> {
         let built = cell.get_or_init(|| Self::build(version)).as_ref();
         if built.is_none() {
-            eprintln!("skipped: go not found");
+            skip("go not found");
         }
         built
     }
 
     fn build(version: Option<&str>) -> Option<Self> {
-        if !on_path("go") {
-            let ci = std::env::var("CI").is_ok_and(|ci| ci == "true");
-            assert!(!ci, "go not found, though CI=true");
-            return None;
-        }
+        find_program("go", [])?;
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("interop");
         let output = Command::new(dir.join("build"))
             .args(version)
@@ -129,9 +126,4 @@ impl Interop {
     pub fn start<A: AsRef<str>>(&self, args: &[A]) -> Program {
         Program::spawn(&self.driver, args.iter().map(AsRef::as_ref), &[])
     }
-}
-
-fn on_path(program: &str) -> bool {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    std::env::split_paths(&path).any(|dir| dir.join(program).is_file())
 }

@@ -39,6 +39,7 @@ pub mod ports;
 pub mod process;
 pub mod rolling;
 pub mod rotation;
+pub mod skip;
 pub mod topology;
 pub mod wait;
 

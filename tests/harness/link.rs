@@ -34,8 +34,8 @@ use tun_rs::{DeviceBuilder, SyncDevice};
 use self::nat::{Nat, is_udp};
 pub use self::shaper::Conditions;
 use self::shaper::Shaper;
-use crate::envoy::skip;
 use crate::namespace::{ip, is_inside};
+use crate::skip::skip;
 
 /// Address that the dialer uses for the listener.
 pub const FAR: &str = "10.9.1.2";

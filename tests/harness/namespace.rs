@@ -12,8 +12,8 @@ use std::time::Duration;
 use parking_lot::{Condvar, Mutex};
 use tokio::time::timeout;
 
-use crate::envoy::skip;
 use crate::process::outcome;
+use crate::skip::skip;
 
 /// Environment variable that marks a process inside its own namespaces.
 const INSIDE: &str = "CULVERT_TEST_NAMESPACE";

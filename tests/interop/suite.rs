@@ -4,6 +4,7 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 use culvert_tests::interop::Interop;
+use culvert_tests::skip::skip;
 
 /// Argument for the stock server or agent inside the test process.
 pub(crate) const IN_PROCESS: &str = "in-process";
@@ -73,7 +74,7 @@ pub(crate) fn passes(server: &Path, agent: &Path) {
     let output = run(&["-v"]);
     let stderr = String::from_utf8_lossy(&output.stderr);
     if output.status.code() == Some(CANNOT) {
-        eprintln!("skipped: {}", stderr.trim());
+        skip(stderr.trim());
         return;
     }
     let lines = summary(&output);

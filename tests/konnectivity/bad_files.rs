@@ -9,6 +9,7 @@ use std::process::Command;
 use culvert_kit::pki::Pki;
 use culvert_kit::services::Services;
 use culvert_tests::ports::Ports;
+use culvert_tests::skip::has_program;
 use culvert_tests::{Executable, Mode, Program, Topology, Transport};
 use tempfile::TempDir;
 
@@ -347,6 +348,9 @@ fn version_1(dir: &Path) -> [PathBuf; 3] {
 
 #[tokio::test]
 async fn x509_v1_certificate_works_as_our_identity_and_is_refused_from_peers() {
+    if !has_program("openssl") {
+        return;
+    }
     let services = Services::start().await.unwrap();
     let mut topology = Topology::simple(Mode::HttpConnect, Transport::Uds).await;
     let mut innocent = Innocent::open(&topology, services.raw).await;
@@ -391,6 +395,9 @@ async fn x509_v1_certificate_works_as_our_identity_and_is_refused_from_peers() {
 
 #[tokio::test]
 async fn x509_v1_certificate_in_a_kubeconfig_stops_startup_with_advice() {
+    if !has_program("openssl") {
+        return;
+    }
     let flags = Flags::new();
     let [cert, key, ca] = version_1(flags.dir.path());
     let kubeconfig = format!(

@@ -11,9 +11,9 @@ use culvert_server::switch::SetBy;
 use culvert_server::switch::status::{Progress, Status};
 use culvert_server::tunnel::Mode as TunnelMode;
 use culvert_server::tunnel::{Health, Kind};
-use culvert_tests::envoy::skip;
 use culvert_tests::metrics::http_get;
 use culvert_tests::process::ours;
+use culvert_tests::skip::skip;
 use culvert_tests::{Mode, Program, Topology, Transport, eventually};
 
 use crate::support::*;

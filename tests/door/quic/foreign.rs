@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use culvert_tests::Program;
-use culvert_tests::envoy::skip;
+use culvert_tests::skip::skip;
 use rustls::pki_types::CertificateDer;
 use tempfile::TempDir;
 

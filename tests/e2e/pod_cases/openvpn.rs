@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
-use culvert_tests::envoy::skip;
 use culvert_tests::metrics::scrape;
 use culvert_tests::openvpn::{OpenVpn, Pki, kkp};
+use culvert_tests::skip::skip;
 use culvert_tests::{Program, eventually};
 use serde_json::json;
 

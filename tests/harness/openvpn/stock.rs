@@ -12,8 +12,8 @@ use std::time::Duration;
 
 use super::network::Namespace;
 use super::pki::{Pair, Pki};
-use crate::envoy::skip;
 use crate::process::{Program, Signal};
+use crate::skip::skip;
 use crate::topology::PATIENCE;
 use crate::wait::eventually;
 

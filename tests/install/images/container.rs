@@ -5,7 +5,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use culvert_tests::envoy::skip;
+use culvert_tests::skip::skip;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 

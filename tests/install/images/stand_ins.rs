@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::sync::{Arc, Weak};
 
-use culvert_tests::envoy::skip;
+use culvert_tests::skip::skip;
 use parking_lot::Mutex;
 use tempfile::TempDir;
 
@@ -97,8 +97,7 @@ pub(super) fn stand_ins() -> Option<Arc<StandIns>> {
     if let Some(stand_ins) = shared.upgrade() {
         return Some(stand_ins);
     }
-    if let Err(why) = run(Command::new("python3").args(["-c", "import tomllib"])) {
-        skip(&format!("no Python 3.11: {}", why.trim()));
+    if !has_tomllib() {
         return None;
     }
     if let Err(why) = run(rustc().arg("--version")) {
@@ -108,6 +107,14 @@ pub(super) fn stand_ins() -> Option<Arc<StandIns>> {
     let stand_ins = Arc::new(make(TempDir::new().unwrap()));
     *shared = Arc::downgrade(&stand_ins);
     Some(stand_ins)
+}
+
+/// Returns true if Python can read `images.toml`. Otherwise reports that a test is skipped.
+pub(super) fn has_tomllib() -> bool {
+    let imported = run(Command::new("python3").args(["-c", "import tomllib"]));
+    imported
+        .inspect_err(|why| skip(&format!("no Python 3.11: {}", why.trim())))
+        .is_ok()
 }
 
 fn rustc() -> Command {
