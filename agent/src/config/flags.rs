@@ -131,7 +131,7 @@ pub(super) struct TunnelFlags {
     #[arg(long, value_name = "DURATION", default_value = "10s")]
     pub(super) stall_timeout: GoDuration,
 
-    /// Time for connections to end after SIGTERM, 10m by default; connections still open are then closed. Must be
+    /// Time for connections to end after SIGTERM, 25s by default; connections still open are then closed. Must be
     /// shorter than the pod's termination grace period
     #[arg(long, value_name = "DURATION")]
     pub(super) drain_timeout: Option<GoDuration>,

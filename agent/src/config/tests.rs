@@ -87,7 +87,7 @@ fn defaults_match_the_stock_agent() {
         stall_timeout: Duration::from_secs(10),
         server_count_source: ServerCountSource::Default,
         leases: None,
-        drain_timeout: Duration::from_secs(600),
+        drain_timeout: Duration::from_secs(25),
         drain_linger: Duration::from_secs(5),
         link_congestion: LinkCongestion::Auto,
         transport: LinkTransport::Auto,
@@ -408,8 +408,8 @@ fn lease_label_is_an_alias_of_lease_label_selector() {
 fn graceful_shutdown_timeout_is_another_name_of_drain_timeout() {
     let files = Files::new();
     let drain = |line: &[&str]| files.read(line).unwrap().drain_timeout;
-    let both = ["--graceful-shutdown-timeout=25s", "--drain-timeout=40s"];
-    assert_eq!(drain(&both[..1]), Duration::from_secs(25));
+    let both = ["--graceful-shutdown-timeout=35s", "--drain-timeout=40s"];
+    assert_eq!(drain(&both[..1]), Duration::from_secs(35));
     assert_eq!(drain(&both), Duration::from_secs(40));
     assert_eq!(drain(&[both[1], both[0]]), Duration::from_secs(40));
 }
@@ -458,7 +458,7 @@ fn describe_lists_effective_options() {
         "agent-identifiers=host=n1",
         "sync-interval-cap=10s",
         "keepalive-time=1h0m0s",
-        "drain-timeout=10m0s",
+        "drain-timeout=25s",
         "server-count-source=default",
         "count-server-leases=false",
         &token,

@@ -14,8 +14,8 @@ use super::{
     PACKET_KEEPALIVE_FLOOR, STOCK_PING_INTERVAL, ServerCountSource, XFR_CHANNEL_SIZE_MAX,
 };
 
-/// Default of `--drain-timeout`.
-const DRAIN_TIMEOUT: Duration = Duration::from_secs(600);
+/// Default of `--drain-timeout`: fits Kubernetes' default grace period of 30 s.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(25);
 
 /// Longest ALPN name, in bytes. The wire format has a one-byte length (RFC 7301).
 const MAX_ALPN: usize = 255;
