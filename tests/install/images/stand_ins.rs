@@ -65,6 +65,8 @@ case " $* " in
   *) echo "unexpected arguments: $*" >&2; exit 1 ;;
 esac
 while [ "$1" != --target ]; do shift; done
+case "$2" in aarch64-*) pages=16 ;; *) pages="" ;; esac
+[ "${JEMALLOC_SYS_WITH_LG_PAGE:-}" = "$pages" ] || { echo "wrong size of pages for $2" >&2; exit 1; }
 mkdir -p "${CARGO_TARGET_DIR:-target}/$2/release"
 cp "$here/programs/"* "${CARGO_TARGET_DIR:-target}/$2/release/"
 "#;
