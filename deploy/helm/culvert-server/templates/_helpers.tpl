@@ -247,6 +247,8 @@ maxSurge: {{ include "culvert.or" (list .Values.updateStrategy.maxSurge 1) }}
 {{- end }}
 {{- if and $v.tunnel.stateClaim (gt (int $v.replicas) 1) }}
 - tunnel.stateClaim with {{ $v.replicas }} replicas: each server needs a state and a socket of its own
+{{- else if and $v.tunnel.stateClaim $v.openvpn.enabled (eq (include "culvert-server.updateType" .) "RollingUpdate") }}
+- tunnel.stateClaim with updateStrategy.type RollingUpdate: the next server may start before the end of this one, and both would use one state and one socket; set updateStrategy.type to Recreate, or leave it empty
 {{- end }}
 {{- if and (eq $v.expose.strategy "Tunneling") (not $v.expose.serverName) }}
 - expose.strategy is Tunneling and expose.serverName is empty: agents reach the server by its TLS server name
