@@ -132,15 +132,17 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
-{{/* Probes that are not empty. `host` is the address of the health listener, `liveness` the path of the liveness probe, by
-default /healthz. For a listener on all addresses, the kubelet uses the address of the pod. */}}
+{{/* Probes that are not empty, with an HTTP request if the values have no check of another kind. `host` is the address of the
+health listener, `liveness` the path of the liveness probe, by default /healthz. For a listener on all addresses, the kubelet
+uses the address of the pod. */}}
 {{- define "culvert.probes" -}}
 {{- $host := has .host (list "0.0.0.0" "::" "[::]") | ternary "" .host -}}
 {{- range $kind, $path := dict "startup" "/healthz" "liveness" (.liveness | default "/healthz") "readiness" "/readyz" }}
 {{- with index $.root.Values.probes $kind }}
 {{- $get := dict "path" $path "port" "health" }}
 {{- if $host }}{{ $get = set $get "host" $host }}{{ end }}
-{{ $kind }}Probe: {{- toYaml (merge (deepCopy .) (dict "httpGet" $get)) | nindent 2 }}
+{{- $request := empty (or .exec .tcpSocket .grpc) | ternary (dict "httpGet" $get) dict }}
+{{ $kind }}Probe: {{- toYaml (merge (deepCopy .) $request) | nindent 2 }}
 {{- end }}
 {{- end }}
 {{- end }}
