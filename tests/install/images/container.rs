@@ -22,9 +22,9 @@ fn build(stand_ins: &StandIns, folder: &Path) -> String {
     // Flags of the developer must not replace the flags of the script.
     command.env("RUSTFLAGS", "-C target-cpu=native");
     command.env("CARGO_ENCODED_RUSTFLAGS", "-Copt-level=0");
-    command
-        .args(["--tag", "v1.2.3", "--output"])
-        .arg(folder.join("images"));
+    // A path is relative to the folder of the caller.
+    command.current_dir(folder);
+    command.args(["--tag", "v1.2.3", "--output", "images"]);
     command
         .arg("--ca-certificates")
         .arg(&stand_ins.certificates);
@@ -102,6 +102,20 @@ fn build_for_an_architecture_without_tools_is_an_error() {
     let error =
         run(Command::new(root().join("deploy/images/build")).args(["--arch", "mips"])).unwrap_err();
     assert!(error.contains("unknown architecture \"mips\""), "{error}");
+}
+
+#[test]
+fn build_checks_the_ca_certificates_first() {
+    let folder = TempDir::new().unwrap();
+    let mut command = Command::new(root().join("deploy/images/build"));
+    command.current_dir(folder.path());
+    let error = run(command.args(["--ca-certificates", "missing.crt"])).unwrap_err();
+    let start = "build: cannot read the CA certificates in /";
+    assert!(error.contains(start), "{error}");
+    assert!(
+        error.contains("/missing.crt; set --ca-certificates"),
+        "{error}"
+    );
 }
 
 /// Buildah with a storage of its own.
