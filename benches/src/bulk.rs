@@ -5,9 +5,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, bail, ensure};
+use bytes::Buf as _;
 use culvert_kit::pattern::{self, MAX_PIECE};
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::io::{AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 
@@ -21,7 +22,8 @@ pub(crate) const RAMP: Duration = Duration::from_millis(500);
 /// Number of bulk connections beside an echo.
 pub(crate) const BESIDE: usize = 2;
 
-/// Running bulk connections. Dropping the value closes them.
+/// Running bulk connections. A download counts bytes that the client received, an upload bytes that the near end of
+/// the tunnel accepted. Dropping the value closes them.
 #[derive(Debug, Default)]
 pub(crate) struct Bulk {
     tasks: JoinSet<anyhow::Result<()>>,
@@ -105,9 +107,17 @@ async fn upload(entry: Entry, target: SocketAddr, moved: Arc<AtomicU64>) -> anyh
     let mut stream = entry.open(target).await?;
     let command = format!("upload {}\n", u64::MAX);
     stream.write_all(command.as_bytes()).await?;
-    for piece in pattern::pieces(u64::MAX) {
-        stream.write_all(&piece).await?;
-        moved.fetch_add(piece.len() as u64, Ordering::Relaxed);
+    send(&mut stream, &moved).await
+}
+
+/// Sends the pattern. Each part counts once the tunnel accepts it: over a slow link, a whole piece takes seconds.
+async fn send(stream: &mut (impl AsyncWrite + Unpin), moved: &AtomicU64) -> anyhow::Result<()> {
+    for mut piece in pattern::pieces(u64::MAX) {
+        while piece.has_remaining() {
+            let accepted = stream.write_buf(&mut piece).await?;
+            ensure!(accepted > 0, "bulk connection closed early");
+            moved.fetch_add(accepted as u64, Ordering::Relaxed);
+        }
     }
     Ok(())
 }
@@ -145,6 +155,8 @@ pub(crate) async fn far_download(
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
+    use futures_util::FutureExt as _;
+
     use super::*;
     use crate::endpoint::Endpoints;
 
@@ -162,6 +174,16 @@ mod tests {
         let beside = echo_beside(&entry, target, bulk, [time; 2]);
         let figures = beside.await.unwrap();
         assert!(figures.iter().all(|(_, value)| *value > 0.0), "{figures:?}");
+    }
+
+    #[test]
+    fn accepted_part_of_a_piece_counts_as_upload() {
+        let moved = AtomicU64::new(0);
+        // The other side reads nothing.
+        let (mut stream, _stalled) = tokio::io::duplex(1000);
+        let sent = send(&mut stream, &moved).now_or_never();
+        assert!(sent.is_none(), "{sent:?}");
+        assert_eq!(moved.into_inner(), 1000);
     }
 
     #[tokio::test]
