@@ -31,7 +31,7 @@ use crate::harness::{ask, harness};
 use crate::load::{self, Job, Work};
 use crate::names::{AGENT, SERVER, STOCK};
 use crate::programs::Programs;
-use crate::ready::{PREFER_QUIC, carries, uses_quic};
+use crate::ready::{OverQuic, PREFER_QUIC, carries};
 use crate::report::Machine;
 
 /// Defaults of the kernel that halve their rate at a loss. A network of its own accepts only those that the machine
@@ -176,14 +176,21 @@ impl Contender {
         let endpoints = Endpoints::start().await?;
         let target = endpoints.lean();
         carries(&running.entry, target).await?;
+        let mut over_quic = None;
         if self == Self::Quic {
-            uses_quic(&running.topology, &running.entry, target).await?;
+            let begin = OverQuic::begin(&running.topology, &running.entry, target);
+            over_quic = Some(begin.await?);
         }
         let limit = LIMIT + times.iter().sum::<Duration>();
         let mut samples = Vec::new();
         for row in rows {
             let measured = timeout(limit, row.measure(&running.entry, target, times)).await;
-            match measured.context("no result in time").flatten() {
+            let mut measured = measured.context("no result in time").flatten();
+            if let Some(over_quic) = &mut over_quic {
+                let checked = over_quic.check(&running.topology).await;
+                measured = measured.and_then(|values| checked.map(|()| values));
+            }
+            match measured {
                 Ok(measured) => samples.extend(measured.into_iter().map(Some)),
                 Err(error) => {
                     println!("FAILED {}, {row:?}: {error:#}", self.name());

@@ -186,6 +186,24 @@ impl Scenario for Lab {
         contender: Contender,
         running: &mut Tunnel,
     ) -> anyhow::Result<Figures> {
+        let figures = self.measure_row(front, kind, contender, running).await?;
+        running.check_link().await?;
+        Ok(figures)
+    }
+
+    fn rss(running: &mut Tunnel) -> anyhow::Result<Vec<u64>> {
+        Ok(running.rss()?.into_iter().collect())
+    }
+}
+
+impl Lab {
+    async fn measure_row(
+        &self,
+        front: Front,
+        kind: Kind,
+        contender: Contender,
+        running: &mut Tunnel,
+    ) -> anyhow::Result<Figures> {
         let (entry, target) = (&running.entry.clone(), self.endpoints.lean());
         let time = Duration::from_secs_f64(2.0 * self.seconds);
         match kind {
@@ -222,22 +240,22 @@ impl Scenario for Lab {
                 let count = memory::affordable(self.descriptors, each)?;
                 let (_endpoint, target) = self.programs.endpoint().await?;
                 let starting = Tunnel::start(contender, front.mode(), &self.programs, target, None);
-                memory::idle(&mut starting.await?, target, count).await
+                let mut tunnel = starting.await?;
+                let figures = memory::idle(&mut tunnel, target, count).await?;
+                tunnel.check_link().await?;
+                Ok(figures)
             }
             Kind::AgentMemory => {
                 let mut tunnel = self.start(front, contender).await?;
                 let entry = tunnel.entry.clone();
-                memory::beside_bulk(&entry, target, time, || tunnel.agent_rss()).await
+                let rss = || tunnel.agent_rss();
+                let figures = memory::beside_bulk(&entry, target, time, rss).await?;
+                tunnel.check_link().await?;
+                Ok(figures)
             }
         }
     }
 
-    fn rss(running: &mut Tunnel) -> anyhow::Result<Vec<u64>> {
-        Ok(running.rss()?.into_iter().collect())
-    }
-}
-
-impl Lab {
     async fn work(&self, entry: &Entry, job: Job) -> anyhow::Result<load::Done> {
         match (entry, self.programs.stock) {
             (Entry::Grpc(socket), Some(stock)) if job.connections < DRIVERS => {

@@ -18,7 +18,7 @@ use crate::harness::{ask, harness};
 use crate::measure::Subject;
 use crate::names::{AGENT, DIRECT, OURS, OURS_STOCK, QUIC, RESUME, SERVER, STOCK};
 use crate::programs::Programs;
-use crate::ready::{PREFER_QUIC, uses_quic};
+use crate::ready::{OverQuic, PREFER_QUIC};
 use crate::tunnel::delay::{Delay, Path};
 use crate::tunnel::relay::{self, Relay};
 
@@ -203,6 +203,8 @@ pub(super) struct Tunnel {
     agent: usize,
     /// Entry of the load.
     pub entry: Entry,
+    /// Check of the dials; `None` if they need not use QUIC.
+    over_quic: Option<OverQuic>,
     /// The simulated path between the two halves, if any.
     _delay: Option<Delay>,
 }
@@ -225,9 +227,10 @@ impl Tunnel {
             } => {
                 let server = server.executable(programs, SERVER, |stock| &stock.proxy_server)?;
                 let agent = agent.executable(programs, AGENT, |stock| &stock.proxy_agent)?;
-                let tunnel = Self::pair(server, [agent].into(), link, mode, path).await?;
+                let mut tunnel = Self::pair(server, [agent].into(), link, mode, path).await?;
                 if let (Link::Quic, Parts::Pair(topology)) = (link, &tunnel.parts) {
-                    uses_quic(topology, &tunnel.entry, target).await?;
+                    let begin = OverQuic::begin(topology, &tunnel.entry, target);
+                    tunnel.over_quic = Some(begin.await?);
                 }
                 Ok(tunnel)
             }
@@ -242,6 +245,7 @@ impl Tunnel {
                     entry: relay.entry.clone(),
                     parts: Parts::Relay(Box::new(relay)),
                     agent: 0,
+                    over_quic: None,
                     _delay: delay,
                 })
             }
@@ -251,6 +255,7 @@ impl Tunnel {
                     parts: Parts::Nothing,
                     agent: 0,
                     entry: Entry::Plain(delay.as_ref().map_or(target, Delay::address)),
+                    over_quic: None,
                     _delay: delay,
                 })
             }
@@ -323,8 +328,17 @@ impl Tunnel {
             parts: Parts::Pair(Box::new(topology)),
             agent: 0,
             entry,
+            over_quic: None,
             _delay: delay,
         })
+    }
+
+    /// Fails if dials since the last check or since the start used TCP, although the contender is to use QUIC.
+    pub(super) async fn check_link(&mut self) -> anyhow::Result<()> {
+        match (&mut self.over_quic, &self.parts) {
+            (Some(over_quic), Parts::Pair(topology)) => over_quic.check(topology).await,
+            _ => Ok(()),
+        }
     }
 
     /// Resident memory of the agent, or of the far program of a relay, in bytes.
