@@ -8,7 +8,7 @@ mod table;
 
 use std::fmt::Write as _;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
@@ -18,11 +18,11 @@ use culvert_kit::pki::CLUSTER_NAME;
 use culvert_tests::link::{Conditions, FAR, Link};
 use culvert_tests::namespace::{self, hosts};
 use culvert_tests::{Executable, Mode, Topology, Transport};
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::time::{sleep, timeout};
 
 use self::front_door::FrontDoor;
-use self::table::Line;
+use self::table::{Line, Sample};
 use crate::bulk::{self, BESIDE, Bulk};
 use crate::endpoint::Endpoints;
 use crate::entry::Entry;
@@ -138,6 +138,9 @@ const ROWS: [Row; 7] = [
 /// The running programs of a contender. Dropping the value kills them.
 struct Running {
     entry: Entry,
+    endpoints: Endpoints,
+    /// Check of the dials; `None` if they need not use QUIC.
+    over_quic: Option<OverQuic>,
     topology: Topology,
     _door: Option<FrontDoor>,
 }
@@ -154,53 +157,36 @@ impl Contender {
         }
     }
 
-    /// Measures rows. Returns a value for each metric of the rows, `None` for a failed measurement.
+    /// Measures rows. Returns a sample for each metric of the rows.
     async fn measure(
         self,
         programs: &Programs,
         has_door: bool,
         rows: &[Row],
         times: [Duration; 2],
-    ) -> anyhow::Result<Vec<Option<f64>>> {
-        let failures = |rows: &[Row]| {
-            let metrics = rows.iter().flat_map(|row| row.metrics());
-            metrics.map(|_| None).collect::<Vec<_>>()
-        };
-        let running = match self.start(programs, has_door).await {
+    ) -> Vec<Sample> {
+        let mut running = match self.start(programs, has_door).await {
             Ok(running) => running,
-            Err(error) => {
-                println!("FAILED {}: {error:#}", self.name());
-                return Ok(failures(rows));
-            }
+            Err(error) => return self.failures(rows, &error),
         };
-        let endpoints = Endpoints::start().await?;
-        let target = endpoints.lean();
-        carries(&running.entry, target).await?;
-        let mut over_quic = None;
-        if self == Self::Quic {
-            let begin = OverQuic::begin(&running.topology, &running.entry, target);
-            over_quic = Some(begin.await?);
-        }
-        let limit = LIMIT + times.iter().sum::<Duration>();
         let mut samples = Vec::new();
         for row in rows {
-            let measured = timeout(limit, row.measure(&running.entry, target, times)).await;
-            let mut measured = measured.context("no result in time").flatten();
-            if let Some(over_quic) = &mut over_quic {
-                let checked = over_quic.check(&running.topology).await;
-                measured = measured.and_then(|values| checked.map(|()| values));
-            }
-            match measured {
-                Ok(measured) => samples.extend(measured.into_iter().map(Some)),
-                Err(error) => {
-                    println!("FAILED {}, {row:?}: {error:#}", self.name());
-                    samples.extend(failures(&[*row]));
-                }
+            match running.measure(*row, times).await {
+                Ok(measured) => samples.extend(measured.into_iter().map(Ok)),
+                Err(error) => samples.extend(self.failures(&[*row], &error)),
             }
         }
-        Ok(samples)
+        samples
     }
 
+    /// Prints the error of a measurement of these rows, and returns a failure for each of their metrics.
+    fn failures(self, rows: &[Row], error: &anyhow::Error) -> Vec<Sample> {
+        println!("FAILED {}, {rows:?}: {error:#}", self.name());
+        let metrics = rows.iter().flat_map(|row| row.metrics());
+        metrics.map(|_| Err(format!("{error:#}"))).collect()
+    }
+
+    /// Starts the programs, and waits until they carry data, over QUIC for [`Self::Quic`].
     async fn start(self, programs: &Programs, has_door: bool) -> anyhow::Result<Running> {
         let door = match self {
             _ if !has_door => None,
@@ -246,11 +232,38 @@ impl Contender {
         let FrontEnd::ConnectUds(front) = topology.front_end() else {
             bail!("the front end is not a Unix socket");
         };
+        let entry = Entry::Connect(front.clone());
+        let endpoints = Endpoints::start().await?;
+        let target = endpoints.lean();
+        let over_quic = match self {
+            Self::Quic => Some(OverQuic::begin(&topology, &entry, target).await?),
+            _ => {
+                carries(&entry, target).await?;
+                None
+            }
+        };
         Ok(Running {
-            entry: Entry::Connect(front.clone()),
+            entry,
+            endpoints,
+            over_quic,
             topology,
             _door: door,
         })
+    }
+}
+
+// === impl Running ===
+
+impl Running {
+    /// Measures a row. Fails if dials used TCP although they are to use QUIC.
+    async fn measure(&mut self, row: Row, times: [Duration; 2]) -> anyhow::Result<Vec<f64>> {
+        let limit = LIMIT + times.iter().sum::<Duration>();
+        let measuring = row.measure(&self.entry, self.endpoints.lean(), times);
+        let measured = timeout(limit, measuring).await;
+        if let Some(over_quic) = &mut self.over_quic {
+            over_quic.check(&self.topology).await?;
+        }
+        measured.context("no result in time")?
     }
 }
 
@@ -356,36 +369,36 @@ pub(crate) async fn run(options: Options) -> anyhow::Result<bool> {
                 rate: Some(options.rate as f64 * 1e6 / 8.0),
                 ..Conditions::default()
             };
-            for line in measure(&options, &programs, conditions).await? {
+            for line in measure(&options, &programs, conditions).await {
                 println!("{rtt:>6} {loss:>6}  {line}");
                 clean &= line.is_clean() && (line.is_met() != Some(false) || !options.strict);
                 lines.push(line.json(*rtt, *loss));
             }
+            // After each link, so that an interrupted run leaves the lines so far.
+            if let Some(path) = &options.json {
+                write(path, &options, default, &lines)?;
+            }
         }
-    }
-    if let Some(path) = &options.json {
-        let machine = Machine::this().to_string();
-        let report = json!({
-            "machine": machine,
-            "default": default,
-            "rate_mbit": options.rate,
-            "rounds": options.rounds,
-            "seconds": options.seconds,
-            "lines": lines,
-        });
-        std::fs::write(path, format!("{report:#}\n"))
-            .with_context(|| path.display().to_string())?;
     }
     Ok(clean)
 }
 
+/// Writes the lines measured so far to a file.
+fn write(path: &Path, options: &Options, default: &str, lines: &[Value]) -> anyhow::Result<()> {
+    let report = json!({
+        "machine": Machine::this().to_string(),
+        "default": default,
+        "rate_mbit": options.rate,
+        "rounds": options.rounds,
+        "seconds": options.seconds,
+        "lines": lines,
+    });
+    std::fs::write(path, format!("{report:#}\n")).with_context(|| path.display().to_string())
+}
+
 /// Measures all rows under the same conditions. Each round measures one contender after another, and begins with another
 /// contender than the round before.
-async fn measure(
-    options: &Options,
-    programs: &Programs,
-    conditions: Conditions,
-) -> anyhow::Result<Vec<Line>> {
+async fn measure(options: &Options, programs: &Programs, conditions: Conditions) -> Vec<Line> {
     let is_wanted = |metric: &Metric| metric.name.contains(&options.row);
     let mut rows = ROWS.to_vec();
     rows.retain(|row| row.metrics().iter().any(is_wanted));
@@ -395,18 +408,24 @@ async fn measure(
     for round in 1..=options.rounds {
         for (index, contender) in &order {
             // The same packets are lost for every contender of a round.
-            let link = ask(|| Link::start(conditions, round.into()))?;
-            let _link = link.context("cannot create the link")?;
+            let link = ask(|| Link::start(conditions, round.into()));
+            let link = link.and_then(|link| link.context("cannot create the link"));
             let times = [
                 RAMP + 2 * RAMP_TRIPS * conditions.delay,
                 Duration::from_secs(options.seconds),
             ];
-            let measuring = contender.measure(programs, options.front_door, &rows, times);
-            for (line, sample) in lines.iter_mut().zip(measuring.await?) {
+            let samples = match &link {
+                Ok(_) => {
+                    let has_door = options.front_door;
+                    contender.measure(programs, has_door, &rows, times).await
+                }
+                Err(error) => contender.failures(&rows, error),
+            };
+            for (line, sample) in lines.iter_mut().zip(samples) {
                 line.add(*index, sample);
             }
         }
         order.rotate_left(1);
     }
-    Ok(lines)
+    lines
 }

@@ -11,12 +11,15 @@ use crate::report::{median, number};
 /// Smallest rate or speed of our programs by the stock programs.
 const TARGET: f64 = 0.95;
 
+/// A figure, or the error of the measurement.
+pub(super) type Sample = Result<f64, String>;
+
 /// The samples of a row.
 #[derive(Debug)]
 pub(super) struct Line {
     metric: Metric,
-    /// For each of [`CONTENDERS`], a sample per round. `None` is a failed measurement.
-    samples: [Vec<Option<f64>>; CONTENDERS.len()],
+    /// For each of [`CONTENDERS`], a sample per round, or the text of its error.
+    samples: [Vec<Sample>; CONTENDERS.len()],
 }
 
 impl Line {
@@ -29,7 +32,7 @@ impl Line {
     }
 
     /// Adds a sample of a contender, which is an index of [`CONTENDERS`].
-    pub(super) fn add(&mut self, contender: usize, sample: Option<f64>) {
+    pub(super) fn add(&mut self, contender: usize, sample: Sample) {
         if let Some(samples) = self.samples.get_mut(contender) {
             samples.push(sample);
         }
@@ -45,7 +48,7 @@ impl Line {
 
     /// Returns true if no measurement failed.
     pub(super) fn is_clean(&self) -> bool {
-        self.samples.iter().flatten().all(Option::is_some)
+        self.samples.iter().flatten().all(Result::is_ok)
     }
 
     /// Returns the ratio of the medians of our programs with `auto` and the stock programs: more than 1 is better.
@@ -62,7 +65,7 @@ impl Line {
     pub(super) fn is_met(&self) -> Option<bool> {
         let [_, _, _, stock] = self.medians();
         let [_, auto, _, _] = &self.samples;
-        let is_complete = auto.iter().all(Option::is_some);
+        let is_complete = auto.iter().all(Result::is_ok);
         stock.map(|_| is_complete && self.by_stock().is_some_and(|by| by >= TARGET))
     }
 
@@ -72,12 +75,24 @@ impl Line {
             let names = CONTENDERS.map(|contender| contender.name().to_owned());
             names.into_iter().zip(values).collect()
         };
+        let figures = |samples: &Vec<Sample>| -> Value {
+            let figures = samples.iter().map(|sample| json!(sample.as_ref().ok()));
+            figures.collect()
+        };
+        let mut failures = Vec::new();
+        for (contender, samples) in CONTENDERS.iter().zip(&self.samples) {
+            let errors = samples.iter().filter_map(|sample| sample.as_ref().err());
+            failures.extend(
+                errors.map(|error| json!({ "contender": contender.name(), "error": error })),
+            );
+        }
         json!({
             "rtt_ms": rtt,
             "loss_percent": loss,
             "row": self.metric.name,
             "medians": by_name(self.medians().map(|median| json!(median))),
-            "samples": by_name(self.samples.each_ref().map(|samples| json!(samples))),
+            "samples": by_name(self.samples.each_ref().map(figures)),
+            "failures": failures,
             "met": self.is_met(),
         })
     }
@@ -107,13 +122,14 @@ mod tests {
     const RATE: Metric = Metric::higher("rate");
     const TIME: Metric = Metric::lower("time");
 
-    /// Creates a row whose contenders have one sample each, except `auto` and the stock programs.
+    /// Creates a row whose contenders have one sample each, except `auto` and the stock programs. `None` is a failed
+    /// measurement.
     fn line(metric: Metric, auto: &[Option<f64>], stock: &[Option<f64>]) -> Line {
         let mut line = Line::new(metric);
         let one: &[Option<f64>] = &[Some(1.0)];
         for (contender, samples) in [one, auto, one, stock].into_iter().enumerate() {
             for sample in samples {
-                line.add(contender, *sample);
+                line.add(contender, sample.ok_or_else(|| "it broke".to_owned()));
             }
         }
         line
@@ -149,6 +165,10 @@ mod tests {
             assert_eq!(line.is_met(), Some(false));
             assert!(!line.is_clean());
             assert!(line.to_string().ends_with("MISSED"), "{line}");
+            let json = line.json(30, 0.1);
+            assert_eq!(json["samples"]["ours, auto"][1], Value::Null);
+            let failure = json!({ "contender": "ours, auto", "error": "it broke" });
+            assert_eq!(json["failures"][0], failure);
         }
     }
 
