@@ -234,7 +234,7 @@ mod tests {
         attack: rows::Attack,
         crowd: Crowd,
         setting: Setting,
-    ) -> Figures {
+    ) -> anyhow::Result<Figures> {
         let server = culvert_tests::process::ours(crate::names::SERVER);
         let programs = Programs::at(server.parent().unwrap().to_owned()).unwrap();
         let lab = Lab {
@@ -249,7 +249,7 @@ mod tests {
             setting,
         };
         assert!(kind.is_fresh());
-        lab.measure(front, kind, Make::Ours, &mut ()).await.unwrap()
+        lab.measure(front, kind, Make::Ours, &mut ()).await
     }
 
     fn figure(figures: &Figures, metric: crate::figures::Metric) -> f64 {
@@ -279,11 +279,27 @@ mod tests {
                 },
                 _ => crowd,
             };
-            let figures = attacked(front, attack, crowd, setting).await;
+            let figures = attacked(front, attack, crowd, setting).await.unwrap();
             assert!(figure(&figures, CONNECTIONS) >= 100.0, "{figures:?}");
             assert!(figure(&figures, CLIENT_P99) > 0.0, "{figures:?}");
             assert!(figure(&figures, RECOVERY).is_finite(), "{figures:?}");
         }
+    }
+
+    #[tokio::test]
+    async fn attack_without_a_connection_fails() {
+        let crowd = Crowd {
+            held: 0,
+            rate: 0.001,
+        };
+        let attacking = attacked(
+            Listener::Health,
+            rows::Attack::Silent,
+            crowd,
+            Setting::Usual,
+        );
+        let error = attacking.await.unwrap_err().to_string();
+        assert_eq!(error, "the attack made no connection: no error");
     }
 
     #[test]

@@ -16,8 +16,8 @@ use std::convert::Infallible;
 use std::future::Future;
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -69,6 +69,7 @@ struct Tally {
     next_source: AtomicUsize,
     connections: AtomicU64,
     bytes: AtomicU64,
+    first_error: OnceLock<String>,
 }
 
 impl Attacker {
@@ -90,6 +91,11 @@ impl Attacker {
     /// Returns the number of bytes sent, without headers.
     pub(crate) fn bytes(&self) -> u64 {
         self.tally.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Returns the first error of a connection. Errors are usual: they are the effect of the defence.
+    pub(crate) fn first_error(&self) -> Option<&str> {
+        self.tally.first_error.get().map(String::as_str)
     }
 
     /// Opens connections and sends nothing.
@@ -157,8 +163,11 @@ impl Attacker {
         let mut ticks = interval_at(Instant::now() + pause, pause);
         loop {
             ticks.tick().await;
-            // Errors of connections are the effect of the defence.
-            while lives.try_join_next().is_some() {}
+            while let Some(ended) = lives.try_join_next() {
+                if let Ok(Err(error)) = ended {
+                    self.tally.first_error.get_or_init(|| error.to_string());
+                }
+            }
             while order.front().is_some_and(AbortHandle::is_finished) {
                 order.pop_front();
             }

@@ -4,9 +4,9 @@
 use std::future::Future;
 use std::thread::JoinHandle;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, anyhow};
 use culvert_tests::openvpn::Namespace;
-use tokio::sync::oneshot;
+use tokio::sync::oneshot::{self, error::TryRecvError};
 
 /// The running work. Dropping the value ends the work and waits for the end.
 #[derive(Debug)]
@@ -41,6 +41,20 @@ impl<T: Send + 'static> Party<T> {
             result: Some(result),
             thread: Some(thread),
         }
+    }
+
+    /// Returns the result if the work has ended and the result was not returned before. Fails if the work panics.
+    pub(super) fn ended(&mut self) -> anyhow::Result<Option<T>> {
+        let Some(result) = &mut self.result else {
+            return Ok(None);
+        };
+        let ended = match result.try_recv() {
+            Err(TryRecvError::Empty) => return Ok(None),
+            Ok(outcome) => outcome.map(Some),
+            Err(TryRecvError::Closed) => Err(anyhow!("a party panicked")),
+        };
+        self.result = None;
+        ended
     }
 
     /// Waits for the result of the work. Fails if the work panics.
@@ -100,6 +114,25 @@ mod tests {
         });
         drop(party);
         assert_eq!(Arc::strong_count(&kept), 1);
+    }
+
+    #[tokio::test]
+    async fn error_of_ended_work_is_returned_once() {
+        let (end, ending) = oneshot::channel();
+        let mut party: Party<()> = Party::start(None, || async move {
+            ending.await?;
+            anyhow::bail!("it broke")
+        });
+        assert!(party.ended().unwrap().is_none());
+        end.send(()).unwrap();
+        let error = loop {
+            match party.ended() {
+                Err(error) => break error,
+                Ok(_) => tokio::task::yield_now().await,
+            }
+        };
+        assert_eq!(error.to_string(), "it broke");
+        assert!(party.ended().unwrap().is_none());
     }
 
     #[tokio::test]

@@ -82,14 +82,18 @@ impl Stage {
         }
     }
 
-    /// Prepares the attack: silences the Kubernetes API if the setting requires that.
-    pub(super) fn begin(&self) {
+    /// Prepares the attack: silences the Kubernetes API, or fills the pipe of the log, if the setting requires that.
+    pub(super) fn begin(&self) -> anyhow::Result<()> {
         if let Some(api) = &self.api {
             api.begin();
         }
+        match &self.attacked {
+            Attacked::Konnectivity(pair) => pair.begin(),
+            Attacked::Door(_) | Attacked::Envoy(_) | Attacked::Openvpn(_) => Ok(()),
+        }
     }
 
-    /// Ends the effect of [`Self::begin`].
+    /// Ends the silence of the Kubernetes API. The pipe of the log stays full.
     pub(super) fn end(&self) {
         if let Some(api) = &self.api {
             api.end();

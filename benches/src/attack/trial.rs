@@ -3,7 +3,7 @@
 use std::convert::Infallible;
 use std::time::Duration;
 
-use anyhow::bail;
+use anyhow::{Context as _, bail, ensure};
 use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::attack::attackers::{Attacker, Calls};
@@ -27,8 +27,8 @@ const LOOK: Duration = Duration::from_millis(100);
 /// Time limit of the recovery.
 const RECOVERY_LIMIT: Duration = Duration::from_secs(15);
 
-/// Attacks the stage for this time. Fails if honest clients are not served before the attack, or if the attacked
-/// program exits.
+/// Attacks the stage for this time. Fails if honest clients are not served before the attack, if the attacked
+/// program exits, or if the attack ends early or makes no connection.
 pub(super) async fn measure(
     mut stage: Stage,
     front: Listener,
@@ -42,18 +42,26 @@ pub(super) async fn measure(
     is_served(&stage, &honest).await?;
     let before = stage.usage()?;
 
-    stage.begin();
+    stage.begin()?;
     let attacker = Attacker::new(&networks.attackers(kind.addresses));
     let begin = Instant::now();
-    let attack = start(&attacker, &stage, front, kind, networks);
+    let mut attack = start(&attacker, &stage, front, kind, networks);
     let mut most = before;
     while begin.elapsed() < time {
         sleep_until((Instant::now() + LOOK).min(begin + time)).await;
+        if let Some(never) = attack.ended().context("the attack ended early")? {
+            match never {}
+        }
         let (memory, descriptors) = stage.usage()?;
         most = (most.0.max(memory), most.1.max(descriptors));
     }
     let (connections, bytes) = (attacker.connections(), attacker.bytes());
     drop(attack);
+    ensure!(
+        connections > 0,
+        "the attack made no connection: {}",
+        attacker.first_error().unwrap_or("no error")
+    );
     stage.end();
     let end = Instant::now();
     let recovery = recovery(&stage, &honest, end).await;
@@ -169,12 +177,12 @@ fn start(
     front: Listener,
     kind: Kind,
     networks: &Networks,
-) -> Party<()> {
+) -> Party<Infallible> {
     let (attacker, to, crowd) = (attacker.clone(), stage.at, kind.crowd);
     let (greeting, tls, name) = (stage.greeting.clone(), stage.tls.clone(), stage.name);
     let is_udp = front == Listener::OpenvpnUdp;
     Party::start(networks.attacker(), move || async move {
-        let never: Infallible = match (kind.attack, tls) {
+        Ok(match (kind.attack, tls) {
             (Attack::Silent, _) => attacker.silent(to, crowd).await,
             (Attack::Slow, _) => attacker.slow(to, greeting, crowd).await,
             (Attack::Noise, _) if is_udp => attacker.datagrams(to, crowd).await,
@@ -195,9 +203,8 @@ fn start(
             (Attack::HalfOpen, _) => attacker.half_open(to, crowd).await,
             (Attack::Unread, _) => attacker.unread_control(to, crowd).await,
             (Attack::Large, _) => attacker.large_control(to, crowd).await,
-            (Attack::Initials, _) => attacker.initials(to, name, crowd).await,
-        };
-        match never {}
+            (Attack::Initials, _) => attacker.initials(to, name, crowd).await?,
+        })
     })
 }
 

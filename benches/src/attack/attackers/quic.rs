@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::future::{join_all, pending};
+use futures_util::future::join_all;
 use quinn::crypto::rustls::QuicClientConfig;
 use quinn::{ClientConfig, Endpoint};
 use quinn_udp::{Transmit, UdpSocketState};
@@ -31,15 +31,13 @@ const DATAGRAM: usize = 2000;
 
 impl Attacker {
     /// Sends the first packets of QUIC clients, each from another address, and reads no answer. A crowd of QUIC has a
-    /// rate, and holds nothing.
-    pub(crate) async fn initials(&self, to: SocketAddr, name: &str, crowd: Crowd) -> Infallible {
-        if let Err(why) = self.send_initials(to, name, crowd.rate).await {
-            eprintln!("  the attack has ended: {why}");
-        }
-        pending().await
-    }
-
-    async fn send_initials(&self, to: SocketAddr, name: &str, rate: f64) -> anyhow::Result<()> {
+    /// rate, and holds nothing. Fails if a packet cannot be sent.
+    pub(crate) async fn initials(
+        &self,
+        to: SocketAddr,
+        name: &str,
+        crowd: Crowd,
+    ) -> anyhow::Result<Infallible> {
         let packets = first_packets(name).await?;
         let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).await?;
         let state = UdpSocketState::new((&socket).into())?;
@@ -48,7 +46,7 @@ impl Attacker {
         let mut due = 0.0;
         loop {
             ticks.tick().await;
-            due += rate * BATCH.as_secs_f64();
+            due += crowd.rate * BATCH.as_secs_f64();
             while due >= 1.0
                 && let Some(packet) = packets.next()
             {

@@ -1,6 +1,7 @@
 //! Server and agent, ours or stock. The real agent serves dials; agents of honest clients only connect.
 
 use std::fs::{self, File, Permissions};
+use std::io::{self, Write as _};
 use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
@@ -14,6 +15,7 @@ use culvert_tests::hello::client_hello;
 use culvert_tests::kube_api::{Fault, KubeApi, TokenStatus};
 use culvert_tests::ports::Ports;
 use culvert_tests::{Executable, Mode, Topology, Transport};
+use rustix::io::ioctl_fionbio;
 use tempfile::TempDir;
 
 use super::{Attacked, Make, Stage};
@@ -50,14 +52,25 @@ const REVIEWS: &str = "tokenreviews";
 const REVIEW: Duration = Duration::from_millis(20);
 const SILENCE: Duration = Duration::from_secs(300);
 
+/// Bytes of a write to a pipe. The kernel has a page for each such write.
+const PAGE: usize = 4096;
+
 /// The running programs, and their files.
 pub(super) struct Pair {
     pub(super) topology: Topology,
     /// Owner of the port for QUIC.
     _ports: Ports,
-    /// The pipe of a log that nobody reads.
-    _log: Option<File>,
+    /// The pipe of a log that nobody reads, in non-blocking mode.
+    log: Option<File>,
     _dir: TempDir,
+}
+
+impl Pair {
+    /// Fills the pipe of the log, if there is one.
+    pub(super) fn begin(&self) -> anyhow::Result<()> {
+        let filled = self.log.as_ref().map_or(Ok(()), fill);
+        filled.context("cannot fill the pipe of the log")
+    }
 }
 
 /// A Kubernetes API that reviews tokens.
@@ -144,7 +157,7 @@ pub(super) async fn start(
     let pair = Box::new(Pair {
         topology,
         _ports: ports,
-        _log: log,
+        log,
         _dir: dir,
     });
     let mut stage = stage(pair, front, api, endpoints, networks)?;
@@ -240,5 +253,37 @@ fn stalled(dir: &Path, program: &Path) -> anyhow::Result<(PathBuf, File)> {
     fs::write(&script, text)?;
     fs::set_permissions(&script, Permissions::from_mode(0o700))?;
     let pipe = File::options().read(true).write(true).open(pipe)?;
+    ioctl_fionbio(&pipe, true)?;
     Ok((script, pipe))
+}
+
+/// Fills a pipe in non-blocking mode.
+fn fill(mut pipe: &File) -> io::Result<()> {
+    loop {
+        match pipe.write(&[b'\n'; PAGE]) {
+            Ok(_) => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::io::Read as _;
+
+    use super::*;
+
+    #[test]
+    fn filled_pipe_of_a_log_accepts_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let (_script, mut pipe) = stalled(dir.path(), Path::new("/bin/true")).unwrap();
+        let mut other = pipe.try_clone().unwrap();
+        assert_eq!(other.write(b"line").unwrap(), 4);
+        fill(&pipe).unwrap();
+        let error = other.write(b"x").unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+        pipe.read_exact(&mut [0; PAGE]).unwrap();
+    }
 }
