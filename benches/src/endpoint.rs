@@ -35,6 +35,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
+use tokio::time::sleep;
 
 /// Name under which this program starts as the endpoint of idle connections.
 pub(crate) const ENDPOINT: &str = "culvert-bench-endpoint";
@@ -55,6 +56,9 @@ const LOOPBACK: SocketAddr = SocketAddr::V4(SocketAddrV4::new(Ipv4Addr::LOCALHOS
 
 /// Length of the accept queue.
 const BACKLOG: u32 = 4096;
+
+/// Pause after a failed accept, for example when the process has no free file descriptors.
+const ACCEPT_RETRY: Duration = Duration::from_millis(50);
 
 /// Read size of an echo, in bytes. Each of ten thousand idle connections has a buffer of this size.
 const ECHO_READ: usize = 512;
@@ -135,10 +139,18 @@ pub(crate) fn listen(socket: TcpSocket, at: SocketAddr) -> io::Result<TcpListene
     socket.listen(BACKLOG)
 }
 
-/// Serves connections until accepting fails. Errors of a connection are visible to its client only.
+/// Serves connections forever. Errors of a connection are visible to its client only.
 async fn accept(listener: TcpListener, held: Arc<Notify>) {
-    while let Ok((stream, _)) = listener.accept().await {
-        tokio::spawn(serve_one(stream, Arc::clone(&held)));
+    loop {
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                tokio::spawn(serve_one(stream, Arc::clone(&held)));
+            }
+            Err(error) => {
+                eprintln!("  an endpoint cannot accept connections: {error}");
+                sleep(ACCEPT_RETRY).await;
+            }
+        }
     }
 }
 

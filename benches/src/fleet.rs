@@ -23,6 +23,7 @@ use culvert_tests::Executable;
 use serde_json::json;
 
 use self::table::{Line, Lines};
+use crate::memory;
 use crate::names::{AGENT, OURS, OURS_STOCK, SERVER, STOCK};
 use crate::programs::Programs;
 use crate::report::Machine;
@@ -148,6 +149,7 @@ pub(crate) async fn run(options: Options) -> anyhow::Result<bool> {
             "unknown pair {name:?}; --help lists all"
         );
     }
+    memory::raise_limit();
     let lab = Lab {
         programs: Programs::find()?,
         rounds: options.rounds,
