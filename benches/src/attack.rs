@@ -49,9 +49,6 @@ use crate::rows::Row;
 use crate::runner::{self, Scenario};
 use crate::svg::{Picture, bar, panel};
 
-/// Time limit of a measurement beyond its attack.
-const MARGIN: Duration = Duration::from_secs(60);
-
 /// The picture that `--svg` draws.
 static PICTURE: Picture = Picture {
     title: "Attacks on Culvert and on the programs that it replaces",
@@ -184,10 +181,6 @@ impl Scenario for Lab {
         // The stock programs have no QUIC.
         let has_stock = kind.setting != Setting::Quic && self.stock.contains(&front);
         make == Make::Ours || has_stock
-    }
-
-    fn limit(&self) -> Duration {
-        self.time() + MARGIN
     }
 
     fn text(report: &Report) -> String {

@@ -16,6 +16,9 @@ use crate::report::{Comparison, Report, describe};
 use crate::rows::{Kind, Row};
 use crate::svg::Picture;
 
+/// Time limit of one measurement beyond its estimate, so that a tunnel that hangs does not stop the whole run.
+const MARGIN: f64 = 60.0;
+
 /// A subcommand: its contenders, its rows, and their measurement.
 pub(crate) trait Scenario {
     /// Entry point of the load.
@@ -52,11 +55,6 @@ pub(crate) trait Scenario {
 
     /// Returns true if a row of this kind applies to the contender at this entry point.
     fn has(&self, front: Self::Front, kind: Self::Kind, contender: Self::Contender) -> bool;
-
-    /// Returns the time limit of one measurement, so that a tunnel that hangs does not stop the whole run.
-    fn limit(&self) -> Duration {
-        Duration::from_secs(60)
-    }
 
     /// Starts a contender. Most rows use this long-lived instance.
     async fn start(
@@ -101,9 +99,11 @@ pub(crate) async fn run<S: Scenario>(
         scenario,
         contenders: contenders(scenario, wanted)?,
         parts: parts::<S>(fronts, &common.row)?,
+        has_memory: MEMORY.contains(&common.row),
         rounds: common.rounds(),
+        seconds: common.seconds(),
     };
-    let mut report = common.begin(S::COMPARISON, plan.estimate(common.seconds()));
+    let mut report = common.begin(S::COMPARISON, plan.estimate());
     for (front, rows) in &plan.parts {
         plan.measure_all(*front, rows, &mut report).await;
     }
@@ -163,7 +163,11 @@ struct Plan<'a, S: Scenario> {
     scenario: &'a S,
     contenders: Vec<S::Contender>,
     parts: Parts<S>,
+    /// True if the row [`MEMORY`] is selected.
+    has_memory: bool,
     rounds: u32,
+    /// Seconds of load per measurement.
+    seconds: f64,
 }
 
 /// A running contender.
@@ -172,11 +176,13 @@ struct Instance<S: Scenario> {
     running: S::Running,
     /// Memory before any load, in bytes.
     at_start: Vec<u64>,
+    /// True if the programs are not those of the start, and have not carried the load of all rows.
+    is_restarted: bool,
 }
 
 impl<S: Scenario> Plan<'_, S> {
     /// Returns the approximate duration of all measurements, in seconds.
-    fn estimate(&self, seconds: f64) -> f64 {
+    fn estimate(&self) -> f64 {
         let mut total = 0.0;
         for (front, rows) in &self.parts {
             // Starting a contender takes about a second.
@@ -187,7 +193,7 @@ impl<S: Scenario> Plan<'_, S> {
                     .filter(|c| self.scenario.has(*front, row.kind, **c))
                     .count();
                 let times = f64::from(row.kind.rounds(self.rounds)) * count as f64;
-                total += times * row.kind.estimate(seconds);
+                total += times * row.kind.estimate(self.seconds);
             }
         }
         total
@@ -222,7 +228,7 @@ impl<S: Scenario> Plan<'_, S> {
                 }
             }
         }
-        for instance in &mut instances {
+        for instance in instances.iter_mut().filter(|_| self.has_memory) {
             let figures = self.memory(instance).await;
             let name = S::name(instance.contender);
             report.add(S::front_name(front), MEMORY, name, figures);
@@ -234,6 +240,7 @@ impl<S: Scenario> Plan<'_, S> {
         Ok(Instance {
             contender,
             at_start: S::rss(&mut running)?,
+            is_restarted: false,
             running,
         })
     }
@@ -249,7 +256,7 @@ impl<S: Scenario> Plan<'_, S> {
     ) {
         let (scenario, contender) = (self.scenario, instance.contender);
         let measuring = scenario.measure(front, row.kind, contender, &mut instance.running);
-        let limit = scenario.limit();
+        let limit = Duration::from_secs_f64(MARGIN + row.kind.estimate(self.seconds));
         let measured = timeout(limit, measuring).await;
         let measured = measured.with_context(|| format!("not finished within {limit:?}"));
         let figures = measured.flatten();
@@ -261,15 +268,24 @@ impl<S: Scenario> Plan<'_, S> {
         report.add(front_name, row.name, name, figures);
         if !usable && !row.kind.is_fresh() {
             match scenario.start(front, contender).await {
-                Ok(running) => instance.running = running,
+                Ok(running) => {
+                    instance.running = running;
+                    instance.is_restarted = true;
+                }
                 // The old programs stay, so that the next row fails, too.
                 Err(error) => report.add(front_name, "restart", name, Err(error)),
             }
         }
     }
 
-    /// Returns the memory of a long-running instance before any load and now, and its counters.
+    /// Returns the memory of a long-running instance before any load and now, and its counters. After a restart, only
+    /// the memory before any load.
     async fn memory(&self, instance: &mut Instance<S>) -> anyhow::Result<Figures> {
+        if instance.is_restarted {
+            let starts = S::MEMORY.iter().zip(&instance.at_start);
+            let figures = starts.map(|([metric, _], start)| (*metric, *start as f64 / MIB));
+            return Ok(figures.collect());
+        }
         let counters = self.scenario.counters(&instance.running).await?;
         let after = S::rss(&mut instance.running)?;
         let bytes = instance.at_start.iter().zip(after);
@@ -288,4 +304,114 @@ impl<S: Scenario> Plan<'_, S> {
 fn is_usable(figures: &anyhow::Result<Figures>) -> bool {
     let figures = figures.as_ref();
     figures.is_ok_and(|figures| figures.iter().all(|(_, value)| *value != HUNG))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+    use anyhow::bail;
+
+    use super::*;
+    use crate::report::{Machine, example};
+
+    /// A scenario with one contender, and rows that fail if their kind is false.
+    struct Fake;
+
+    impl Kind for bool {
+        fn rounds(&self, rounds: u32) -> u32 {
+            rounds
+        }
+
+        fn is_fresh(&self) -> bool {
+            false
+        }
+
+        fn estimate(&self, seconds: f64) -> f64 {
+            4.0 * seconds
+        }
+    }
+
+    static ROWS: [Row<bool>; 2] = [Row::new("good", true), Row::new("bad", false)];
+
+    impl Scenario for Fake {
+        type Front = ();
+        type Kind = bool;
+        type Contender = ();
+        type Running = ();
+
+        const COMPARISON: &'static Comparison = &example::COMPARISON;
+        const PICTURE: &'static Picture = &Picture {
+            title: "",
+            panels: &[],
+            bars: &[],
+            by: "stock",
+        };
+        const CONTENDERS: &'static [()] = &[()];
+
+        fn front_name((): ()) -> &'static str {
+            "front"
+        }
+
+        fn rows((): ()) -> &'static [Row<bool>] {
+            &ROWS
+        }
+
+        fn name((): ()) -> &'static str {
+            "ours"
+        }
+
+        fn missing(&self, (): ()) -> Option<&'static str> {
+            None
+        }
+
+        fn has(&self, (): (), _kind: bool, (): ()) -> bool {
+            true
+        }
+
+        async fn start(&self, (): (), (): ()) -> anyhow::Result<()> {
+            Ok(())
+        }
+
+        async fn measure(
+            &self,
+            (): (),
+            kind: bool,
+            (): (),
+            (): &mut (),
+        ) -> anyhow::Result<Figures> {
+            match kind {
+                true => Ok(Figures::new()),
+                false => bail!("it broke"),
+            }
+        }
+
+        fn rss((): &mut ()) -> anyhow::Result<Vec<u64>> {
+            Ok(vec![1 << 20])
+        }
+    }
+
+    /// Measures the rows with this text in their names. Returns the names of the metrics with figures.
+    async fn metrics(text: &str) -> Vec<&'static str> {
+        let plan = Plan {
+            scenario: &Fake,
+            contenders: vec![()],
+            parts: parts::<Fake>(&[()], text).unwrap(),
+            has_memory: MEMORY.contains(text),
+            rounds: 1,
+            seconds: 1.0,
+        };
+        let mut report = Report::new(Fake::COMPARISON, Machine::this(), 1, 1.0);
+        plan.measure_all((), &plan.parts[0].1, &mut report).await;
+        let lines = report.lines();
+        lines.iter().map(|line| line.metric.name).collect()
+    }
+
+    #[tokio::test]
+    async fn memory_is_measured_only_if_selected_and_after_all_rows() {
+        let both = [MEMORY_START.name, MEMORY_AFTER.name];
+        assert_eq!(metrics("memory").await, both);
+        assert!(metrics("good").await.is_empty());
+        // The row that fails restarts the contender.
+        assert_eq!(metrics("").await, [MEMORY_START.name]);
+    }
 }
