@@ -155,6 +155,14 @@ pub(crate) async fn run(options: Options) -> anyhow::Result<bool> {
         rounds: options.rounds,
         window: Duration::from_secs(options.seconds),
     };
+    for pair in PAIRS.iter().filter(|pair| pair.needs_stock()) {
+        let is_named = options.pairs.iter().any(|name| name == pair.name);
+        ensure!(
+            !is_named || lab.programs.stock.is_some(),
+            "pair {:?} needs the stock programs, which need Go",
+            pair.name
+        );
+    }
     let parts = match options.parts.as_slice() {
         [] => Part::value_variants(),
         some => some,
@@ -172,6 +180,10 @@ pub(crate) async fn run(options: Options) -> anyhow::Result<bool> {
             part.measure(&lab, pair, &mut lines).await;
         }
     }
+    ensure!(
+        !lines.0.is_empty(),
+        "no part has a row for the selected pairs"
+    );
     if let Some(path) = &options.json {
         let machine = Machine::this().to_string();
         let lines: Vec<_> = lines.0.iter().map(Line::json).collect();

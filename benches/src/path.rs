@@ -342,6 +342,10 @@ pub(crate) async fn run(options: Options) -> anyhow::Result<bool> {
             "--loss must be 0 to 100, got {loss}"
         );
     }
+    let is_wanted = |metric: &Metric| metric.name.contains(&options.row);
+    let mut rows = ROWS.to_vec();
+    rows.retain(|row| row.metrics().iter().any(is_wanted));
+    ensure!(!rows.is_empty(), "no row name contains {:?}", options.row);
     let programs = Programs::find()?;
     let set = |name: &&str| std::fs::write(DEFAULT_FILE, name).is_ok();
     let default = DEFAULTS.into_iter().find(set);
@@ -369,7 +373,7 @@ pub(crate) async fn run(options: Options) -> anyhow::Result<bool> {
                 rate: Some(options.rate as f64 * 1e6 / 8.0),
                 ..Conditions::default()
             };
-            for line in measure(&options, &programs, conditions).await {
+            for line in measure(&options, &rows, &programs, conditions).await {
                 println!("{rtt:>6} {loss:>6}  {line}");
                 clean &= line.is_clean() && (line.is_met() != Some(false) || !options.strict);
                 lines.push(line.json(*rtt, *loss));
@@ -398,10 +402,12 @@ fn write(path: &Path, options: &Options, default: &str, lines: &[Value]) -> anyh
 
 /// Measures all rows under the same conditions. Each round measures one contender after another, and begins with another
 /// contender than the round before.
-async fn measure(options: &Options, programs: &Programs, conditions: Conditions) -> Vec<Line> {
-    let is_wanted = |metric: &Metric| metric.name.contains(&options.row);
-    let mut rows = ROWS.to_vec();
-    rows.retain(|row| row.metrics().iter().any(is_wanted));
+async fn measure(
+    options: &Options,
+    rows: &[Row],
+    programs: &Programs,
+    conditions: Conditions,
+) -> Vec<Line> {
     let metrics = rows.iter().flat_map(|row| row.metrics());
     let mut lines: Vec<Line> = metrics.map(|metric| Line::new(*metric)).collect();
     let mut order: Vec<(usize, Contender)> = CONTENDERS.into_iter().enumerate().collect();
@@ -417,9 +423,9 @@ async fn measure(options: &Options, programs: &Programs, conditions: Conditions)
             let samples = match &link {
                 Ok(_) => {
                     let has_door = options.front_door;
-                    contender.measure(programs, has_door, &rows, times).await
+                    contender.measure(programs, has_door, rows, times).await
                 }
-                Err(error) => contender.failures(&rows, error),
+                Err(error) => contender.failures(rows, error),
             };
             for (line, sample) in lines.iter_mut().zip(samples) {
                 line.add(*index, sample);

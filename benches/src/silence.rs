@@ -123,6 +123,14 @@ pub(crate) async fn run(options: Options) -> anyhow::Result<bool> {
         );
     }
     let programs = Programs::find()?;
+    for subject in SUBJECTS.iter().filter(|subject| subject.needs_stock()) {
+        let is_named = options.tunnels.iter().any(|name| name == subject.name());
+        ensure!(
+            !is_named || programs.stock.is_some(),
+            "tunnel {:?} needs the stock programs, which need Go",
+            subject.name()
+        );
+    }
     let ground = Ground::find()?;
     pairs::prepare();
     let time = Duration::from_secs(options.seconds);
