@@ -13,12 +13,13 @@ use culvert_kit::client::BoxedStream;
 use culvert_kit::pattern::{self, MAX_PIECE};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::task::JoinSet;
-use tokio::time::{Instant, MissedTickBehavior, interval, sleep, timeout};
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep, sleep_until, timeout};
 
 use crate::endpoint::Endpoints;
 use crate::entry::Entry;
 use crate::figures::{
-    CPU_BY_BEFORE, DIAL_AFTER, DIAL_BY_BEFORE, ECHO_AFTER, ECHO_BY_BEFORE, Figures,
+    CPU_BY_BEFORE, DIAL_AFTER, DIAL_BY_BEFORE, DIAL_WORST, ECHO_AFTER, ECHO_BY_BEFORE, ECHO_WORST,
+    Figures,
 };
 use crate::load::{Echo, percentiles};
 
@@ -47,12 +48,23 @@ pub(crate) enum By {
     Endpoint,
 }
 
-/// Medians of the load, in microseconds, and the processor time of an echo or dial, in seconds.
+/// Figures of the load.
 #[derive(Debug)]
 pub(crate) struct Steady {
-    echo: f64,
-    dial: f64,
+    echo: Times,
+    dial: Times,
+    /// Processor time of an echo or dial, in seconds.
     cpu: Option<f64>,
+}
+
+/// Times of the echoes, or of the dials.
+#[derive(Debug, Default)]
+struct Times {
+    /// Time of each operation.
+    all: Vec<Duration>,
+    /// Longest time from the intended start of an operation to its end. A standstill delays only a few operations, so
+    /// the median does not show it.
+    worst: Duration,
 }
 
 /// Running bulk connections. Dropping the value closes them.
@@ -97,37 +109,39 @@ impl Steady {
         for _ in 0..ECHOES {
             let entry = entry.clone();
             echoing.spawn(async move {
+                let mut due = begin;
                 let mut echo = Echo::open(&entry, target).await?;
-                let mut times = Vec::new();
+                let mut times = Times::default();
                 loop {
-                    times.push(echo.once().await?);
+                    times.add(due, echo.once().await?);
                     if begin.elapsed() >= time {
                         return anyhow::Ok(times);
                     }
-                    sleep(PAUSE).await;
+                    due = Instant::now() + PAUSE;
+                    sleep_until(due).await;
                 }
             });
         }
-        let mut dials = Vec::new();
+        let mut dial = Times::default();
         let mut ticks = interval(DIAL_INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        while dials.is_empty() || begin.elapsed() < time {
-            ticks.tick().await;
+        while dial.all.is_empty() || begin.elapsed() < time {
+            let due = ticks.tick().await;
             let dialed = Instant::now();
             let mut stream = entry.open(target).await?;
             stream.write_all(b"echo\nx").await.context("sending")?;
             stream.flush().await.context("sending")?;
             stream.read_u8().await.context("echo")?;
-            dials.push(dialed.elapsed());
+            dial.add(due, dialed.elapsed());
         }
-        let mut echoes = Vec::new();
+        let mut echo = Times::default();
         while let Some(ended) = echoing.join_next().await {
-            echoes.append(&mut ended??);
+            let ended = ended??;
+            echo.all.extend(ended.all);
+            echo.worst = echo.worst.max(ended.worst);
         }
         let used = cpu()?.zip(used);
-        let count = (echoes.len() + dials.len()) as f64;
-        let [echo, _] = percentiles(echoes);
-        let [dial, _] = percentiles(dials);
+        let count = (echo.all.len() + dial.all.len()) as f64;
         Ok(Self {
             echo,
             dial,
@@ -137,15 +151,32 @@ impl Steady {
 
     /// Returns the figures of a row: this load came after the aborts.
     pub(crate) fn compare(&self, before: &Self) -> Figures {
+        let [echo, dial] = [&self.echo, &self.dial].map(Times::median);
         let mut figures = vec![
-            (ECHO_AFTER, self.echo),
-            (DIAL_AFTER, self.dial),
-            (ECHO_BY_BEFORE, self.echo / before.echo),
-            (DIAL_BY_BEFORE, self.dial / before.dial),
+            (ECHO_AFTER, echo),
+            (DIAL_AFTER, dial),
+            (ECHO_WORST, self.echo.worst.as_secs_f64() * 1e3),
+            (DIAL_WORST, self.dial.worst.as_secs_f64() * 1e3),
+            (ECHO_BY_BEFORE, echo / before.echo.median()),
+            (DIAL_BY_BEFORE, dial / before.dial.median()),
         ];
         let cpu = self.cpu.zip(before.cpu.filter(|before| *before > 0.0));
         figures.extend(cpu.map(|(after, before)| (CPU_BY_BEFORE, after / before)));
         figures
+    }
+}
+
+impl Times {
+    /// Adds an operation that has just ended, and that was intended to start at `due`.
+    fn add(&mut self, due: Instant, took: Duration) {
+        self.all.push(took);
+        self.worst = self.worst.max(due.elapsed());
+    }
+
+    /// Returns the median in microseconds.
+    fn median(&self) -> f64 {
+        let [median, _] = percentiles(self.all.clone());
+        median
     }
 }
 
@@ -234,6 +265,20 @@ mod tests {
             assert_eq!(figures.last().unwrap().0, CPU_BY_BEFORE);
             assert!(figures.iter().all(|(_, value)| *value > 0.0), "{figures:?}");
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn standstill_shows_in_the_worst_time_and_not_in_the_median() {
+        let mut times = Times::default();
+        for milliseconds in [1, 1, 1000, 1, 1] {
+            // The operation starts a millisecond late.
+            let due = Instant::now();
+            let took = Duration::from_millis(milliseconds);
+            sleep(Duration::from_millis(1) + took).await;
+            times.add(due, took);
+        }
+        assert_eq!(times.median(), 1000.0);
+        assert_eq!(times.worst, Duration::from_millis(1001));
     }
 
     #[tokio::test]
