@@ -17,8 +17,10 @@ use culvert_tests::interop::Interop;
 use culvert_tests::namespace::{self, ip};
 use culvert_tests::openvpn::{Namespace, OpenVpn};
 use culvert_tests::ports::Ports;
+use rustix::process::{Pid, Signal, kill_process};
 use tokio::net::TcpSocket;
-use tokio::process::Command;
+use tokio::process::{Child, Command};
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::timeout;
 
 use crate::programs::Programs;
@@ -65,17 +67,37 @@ pub(crate) async fn again() -> anyhow::Result<Option<ExitCode>> {
     };
     Programs::ours()?;
     let mut command = Command::from(command);
+    let mut terminated = signal(SignalKind::terminate())?;
     let mut child = command.env_remove("CARGO").spawn().context("unshare")?;
-    let status = tokio::select! {
-        status = child.wait() => status?,
-        // The second run receives the same signal and removes its files.
-        _ = tokio::signal::ctrl_c() => match timeout(PATIENCE, child.wait()).await {
-            Ok(status) => status?,
-            Err(_) => bail!("interrupted"),
-        },
+    let ended = tokio::select! {
+        status = child.wait() => Some(status?),
+        _ = tokio::signal::ctrl_c() => None,
+        _ = terminated.recv() => None,
+    };
+    let status = match ended {
+        Some(status) => status,
+        None => {
+            terminate_inside(&child)?;
+            let ended = timeout(PATIENCE, child.wait()).await;
+            ended.context("interrupted")??
+        }
     };
     let code = status.code().and_then(|code| u8::try_from(code).ok());
     Ok(Some(code.map_or(ExitCode::FAILURE, ExitCode::from)))
+}
+
+/// Sends SIGTERM to the second run, which then removes its files. `unshare` blocks the signal for itself and does not
+/// forward it.
+fn terminate_inside(unshare: &Child) -> anyhow::Result<()> {
+    let Some(pid) = unshare.id() else {
+        return Ok(());
+    };
+    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"))?;
+    for child in children.split_whitespace() {
+        let child = Pid::from_raw(child.parse()?).context("an invalid process id")?;
+        kill_process(child, Signal::TERM).context("cannot end the second run")?;
+    }
+    Ok(())
 }
 
 /// The networks available on this machine.
