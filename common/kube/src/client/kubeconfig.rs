@@ -79,6 +79,7 @@ impl Account {
             None => None,
         };
         use_token_file(&mut config.auth_info)?;
+        check_provider(&config.auth_info)?;
         let ca = config.root_cert.as_deref().unwrap_or_default();
         let ca = earliest_expiry(ca.iter().map(Vec::as_slice));
         let server = config.cluster_url.clone();
@@ -168,12 +169,34 @@ fn use_token_file(user: &mut AuthInfo) -> anyhow::Result<()> {
     };
     let token = token.expose_secret().trim();
     anyhow::ensure!(!token.is_empty(), "{origin} is empty");
+    check_token(token, &origin)?;
+    user.token = Some(token.to_owned().into());
+    Ok(())
+}
+
+/// Checks that an HTTP header can have a token. `kube` panics otherwise.
+fn check_token(token: &str, origin: &str) -> anyhow::Result<()> {
     anyhow::ensure!(
         HeaderValue::try_from(token).is_ok(),
         "{origin} has control characters, such as a line break: write the token on one line"
     );
-    user.token = Some(token.to_owned().into());
     Ok(())
+}
+
+/// Checks the `auth-provider` of a user. `kube` would run the command of the provider `gcp`, which client-go has removed.
+fn check_provider(user: &AuthInfo) -> anyhow::Result<()> {
+    let Some(provider) = &user.auth_provider else {
+        return Ok(());
+    };
+    anyhow::ensure!(
+        provider.name != "gcp",
+        "the auth-provider gcp is not supported: use gke-gcloud-auth-plugin with exec"
+    );
+    let token = provider.config.get("id-token");
+    check_token(
+        token.map_or("", String::as_str),
+        "the id-token of the auth-provider",
+    )
 }
 
 /// Returns the cluster and the user of the current context.

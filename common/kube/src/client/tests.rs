@@ -197,8 +197,22 @@ async fn next_request_after_a_change_uses_the_new_kubeconfig() {
     // A kubeconfig that cannot be used leaves the account as it was.
     let token = |token: &str| kubeconfig(&format!("{{server: {api}}}"), token);
     let control = token("{token: \"a\\nb\"}");
+    let provider = |name: &str| {
+        token(&format!(
+            "{{auth-provider: {{name: {name}, config: {{id-token: \"a\\nb\"}}}}}}"
+        ))
+    };
+    let (oidc, gcp) = (provider("oidc"), provider("gcp"));
     let without_scheme = kubeconfig("{server: '127.0.0.1:1'}", "{token: three}");
-    for bad in ["clusters: [", "{}", "", &control, &without_scheme] {
+    for bad in [
+        "clusters: [",
+        "{}",
+        "",
+        &control,
+        &oidc,
+        &gcp,
+        &without_scheme,
+    ] {
         std::fs::write(&path, bad).unwrap();
         reloader.check();
         reloader.check();
