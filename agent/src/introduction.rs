@@ -1,5 +1,7 @@
 //! The introduction of an agent to a server, as metadata; both dialects and both links have the same.
 
+use std::fs::File;
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
 use culvert_konnectivity::message::HALF_CLOSE_HEADER;
@@ -56,6 +58,9 @@ async fn bearer(path: &Path, deadline: Instant) -> Result<MetadataValue<Ascii>, 
         .map_err(|_| unusable("the token has invalid characters".into()))
 }
 
+/// Largest token, in bytes. A header of gRPC has less room.
+const MAX_TOKEN: u64 = 64 << 10;
+
 /// Reads the token file. A read of a hanging volume keeps its thread after the caller has given up, so further calls wait
 /// for their turn.
 async fn read(path: PathBuf) -> std::io::Result<String> {
@@ -63,7 +68,15 @@ async fn read(path: PathBuf) -> std::io::Result<String> {
     let turn = TURN.acquire().await.map_err(std::io::Error::other)?;
     let read = move || {
         let _turn = turn;
-        std::fs::read_to_string(path)
+        let mut token = String::new();
+        File::open(path)?
+            .take(MAX_TOKEN + 1)
+            .read_to_string(&mut token)?;
+        if token.len() as u64 > MAX_TOKEN {
+            let problem = format!("the file has more than {MAX_TOKEN} bytes");
+            return Err(std::io::Error::other(problem));
+        }
+        Ok(token)
     };
     spawn_blocking(read).await?
 }
@@ -140,6 +153,17 @@ mod tests {
         let deadline = Instant::now() + Duration::from_secs(10);
         let error = bearer(&path, deadline).await.unwrap_err().to_string();
         assert!(error.contains("/token: the file is empty; "), "{error}");
+    }
+
+    #[tokio::test]
+    async fn large_file_is_no_token() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("token");
+        let file = File::create(&path).unwrap();
+        file.set_len(1 << 40).unwrap();
+        let deadline = Instant::now() + Duration::from_secs(10);
+        let error = bearer(&path, deadline).await.unwrap_err().to_string();
+        assert!(error.contains("has more than 65536 bytes"), "{error}");
     }
 
     fn server(pairs: &[(&'static str, &str)]) -> Result<(String, i64), String> {
