@@ -19,7 +19,7 @@ mod trust;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustls::client::WebPkiServerVerifier;
+use rustls::client::{Resumption, WebPkiServerVerifier};
 use rustls::crypto::CryptoProvider;
 use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
 use rustls::sign::SingleCertAndKey;
@@ -38,6 +38,10 @@ pub use trust::TrustBundle;
 
 /// Maximum size of a PEM file, in bytes. The system's whole CA bundle is about 220 KiB long.
 const MAX_PEM_BYTES: u64 = 4 << 20;
+
+/// Largest total length of the CA names in a request for a client's certificate, in bytes. A longer list is left out, which
+/// means any CA: the request has a 16-bit length, and rustls would send a malformed one.
+const MAX_HINTS: usize = 32 << 10;
 
 /// Oldest allowed TLS version. rustls supports no version below 1.2.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -197,9 +201,12 @@ impl Settings {
         let builder = match client_ca {
             Some(trust) => {
                 let provider = Arc::clone(&self.provider);
-                let verifier = WebPkiClientVerifier::builder_with_provider(trust.roots(), provider)
-                    .build()
-                    .map_err(settings)?;
+                let mut verifier =
+                    WebPkiClientVerifier::builder_with_provider(trust.roots(), provider);
+                if trust.names_bytes() > MAX_HINTS {
+                    verifier = verifier.clear_root_hint_subjects();
+                }
+                let verifier = verifier.build().map_err(settings)?;
                 builder.with_client_cert_verifier(Arc::new(BoundedChain(verifier)))
             }
             None => builder.with_no_client_auth(),
@@ -212,8 +219,8 @@ impl Settings {
         Ok(Arc::new(config))
     }
 
-    /// Creates the configuration of a client. The configuration has its own store of sessions: a session with
-    /// a server that another configuration has verified is never resumed.
+    /// Creates the configuration of a client. The client resumes no session: a resumption does not verify the server's
+    /// certificate again, which may have expired.
     fn client(
         &self,
         trust: &TrustBundle,
@@ -236,6 +243,7 @@ impl Settings {
             None => builder.with_no_client_auth(),
         };
         config.alpn_protocols.clone_from(&self.alpn);
+        config.resumption = Resumption::disabled();
         Ok(Arc::new(config))
     }
 }

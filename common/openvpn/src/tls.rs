@@ -21,8 +21,8 @@ use rustls::server::{NoServerSessionStorage, VerifierBuilderError, WebPkiClientV
 use rustls::sign::{CertifiedKey, SingleCertAndKey};
 use rustls::version::{TLS12, TLS13};
 use rustls::{
-    ClientConfig, ClientConnection, InconsistentKeys, RootCertStore, ServerConfig,
-    ServerConnection, SupportedProtocolVersion,
+    ClientConfig, ClientConnection, RootCertStore, ServerConfig, ServerConnection,
+    SupportedProtocolVersion,
 };
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer, ServerName};
@@ -69,14 +69,10 @@ impl Identity {
             .key_provider
             .load_private_key(key)
             .map_err(|error| ConfigError::Key(error.to_string()))?;
-        let certified = CertifiedKey::new(chain, key);
-        // Only a mismatch is an error. `keys_match` also fails for an X.509 v1 certificate, which rustls
-        // cannot parse, but the peer may accept such a certificate.
-        if let Err(rustls::Error::InconsistentKeys(InconsistentKeys::KeyMismatch)) =
-            certified.keys_match()
-        {
+        if !certificate::is_key_of(&chain, key.as_ref()) {
             return Err(ConfigError::KeyMismatch);
         }
+        let certified = CertifiedKey::new(chain, key);
         Ok(Self(Arc::new(SingleCertAndKey::from(certified))))
     }
 }
@@ -86,6 +82,7 @@ fn certificates(
     what: &'static str,
     pem: &[u8],
 ) -> Result<Vec<CertificateDer<'static>>, ConfigError> {
+    check_lines(what, pem)?;
     let all: Vec<_> = CertificateDer::pem_slice_iter(pem)
         .collect::<Result<_, _>>()
         .map_err(|error| ConfigError::pem(what, &error))?;
@@ -95,8 +92,19 @@ fn certificates(
     Ok(all)
 }
 
+/// Fails if two blocks of a PEM file share a line, as after `cat` of a file without a final newline. The parser would skip
+/// the second block.
+fn check_lines(what: &'static str, pem: &[u8]) -> Result<(), ConfigError> {
+    const JOINED: &[u8] = b"----------BEGIN ";
+    match pem.windows(JOINED.len()).any(|bytes| bytes == JOINED) {
+        true => Err(ConfigError::Joined(what)),
+        false => Ok(()),
+    }
+}
+
 /// Parses the CRLs of a PEM file. Fails if the file contains no CRL: revoked certificates would be accepted.
 fn revocation_lists(pem: &[u8]) -> Result<Vec<CertificateRevocationListDer<'static>>, ConfigError> {
+    check_lines("CRL", pem)?;
     let all: Vec<_> = CertificateRevocationListDer::pem_slice_iter(pem)
         .collect::<Result<_, _>>()
         .map_err(|error| ConfigError::pem("CRL", &error))?;
@@ -105,6 +113,10 @@ fn revocation_lists(pem: &[u8]) -> Result<Vec<CertificateRevocationListDer<'stat
     }
     Ok(all)
 }
+
+/// Largest total length of the CA names in a request for a client's certificate, in bytes. A longer list is left out, which
+/// means any CA: the request has a 16-bit length, and rustls would send a malformed one.
+const MAX_HINTS: usize = 32 << 10;
 
 /// Parses the PEM file `ca`.
 fn roots(pem: &[u8]) -> Result<Arc<RootCertStore>, ConfigError> {
@@ -145,7 +157,17 @@ impl ServerTls {
         let provider = Arc::new(default_provider());
         let crls = crl.map(revocation_lists).transpose()?.unwrap_or_default();
         // Like OpenVPN's crl-verify: certificates of a CA without a CRL are accepted.
-        let webpki = WebPkiClientVerifier::builder_with_provider(roots(ca)?, provider.clone())
+        let roots = roots(ca)?;
+        let names: usize = roots
+            .subjects()
+            .iter()
+            .map(|name| name.as_ref().len())
+            .sum();
+        let mut webpki = WebPkiClientVerifier::builder_with_provider(roots, provider.clone());
+        if names > MAX_HINTS {
+            webpki = webpki.clear_root_hint_subjects();
+        }
+        let webpki = webpki
             .with_crls(crls)
             .allow_unknown_revocation_status()
             // As in OpenSSL: an expired CRL does not list clients revoked after its issue.

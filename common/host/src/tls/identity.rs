@@ -74,6 +74,12 @@ impl Identity {
 
 /// Returns all certificates of a PEM file. Other blocks are skipped, as in Go.
 pub(super) fn certificates(pem: Pem<'_>) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+    // As after `cat` of a file without a final newline. The parser would skip the second block.
+    const JOINED: &[u8] = b"----------BEGIN ";
+    if pem.text.windows(JOINED.len()).any(|bytes| bytes == JOINED) {
+        let problem = "-----END and -----BEGIN are on one line (add the missing line break)";
+        return Err(malformed(pem.path, problem));
+    }
     let chain = CertificateDer::pem_slice_iter(pem.text)
         .collect::<Result<Vec<_>, _>>()
         .map_err(|error| malformed(pem.path, pem_problem(&error)))?;

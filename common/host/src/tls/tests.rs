@@ -254,6 +254,20 @@ async fn clients_cannot_resume_their_sessions() {
 }
 
 #[tokio::test]
+async fn names_of_many_cas_do_not_break_the_handshake() {
+    let ca = Authority::new("ca");
+    let others = (0..300).map(|number| Authority::new(&format!("{number:0250}")).ca.pem());
+    let bundle = ca.ca.pem() + &others.collect::<String>();
+    let trust = TrustBundle::load(ca.write("bundle.pem", bundle)).unwrap();
+    assert!(trust.names_bytes() > usize::from(u16::MAX));
+    let (server, client) = (ca.leaf("server").load(), ca.leaf("client").load());
+    let server = server_config(&server, Some(&trust), H2, &defaults()).unwrap();
+    let outcome = handshake(server, client_of(&ca, Some(&client))).await;
+    outcome.client.unwrap();
+    outcome.server.unwrap();
+}
+
+#[tokio::test]
 async fn a_client_without_certificate_is_refused() {
     let ca = Authority::new("ca");
     let server = ca.leaf("server").load();
@@ -658,7 +672,9 @@ fn incomplete_bundle_is_refused() {
     assert_eq!(TrustBundle::load(both).unwrap().roots().len(), 2);
 
     let malformed = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n";
+    let joined = ca.ca.pem().trim_end().to_owned() + &other.ca.pem();
     for (name, text) in [
+        ("joined.pem", joined),
         ("spoiled.pem", ca.ca.pem() + malformed),
         ("empty.pem", String::new()),
         ("key-only.pem", ca.ca.key().serialize_pem()),

@@ -2,9 +2,10 @@
 //! for which webpki refuses old certificates.
 
 use aws_lc_rs::digest;
+use rustls::sign::SigningKey;
 use rustls_pki_types::CertificateDer;
 use rustls_pki_types::pem::PemObject as _;
-use x509_parser::prelude::{ASN1Time, FromDer, X509Certificate, X509Version};
+use x509_parser::prelude::{ASN1Time, FromDer, SubjectPublicKeyInfo, X509Certificate, X509Version};
 
 use crate::Role;
 
@@ -93,6 +94,22 @@ pub fn certificate_problem(certificate: &[u8], role: Role) -> Option<String> {
     let fits = fits || extended.any;
     (!fits).then(|| {
         format!("wrong extended key usage: {needed} is needed, is it a {owner}'s certificate?")
+    })
+}
+
+/// Returns true if the key belongs to the first certificate of the chain. rustls's own check cannot parse an X.509 v1
+/// certificate, which peers may accept. Compares the bits of the public keys, because their algorithms can be written in
+/// more than one way.
+pub(super) fn is_key_of(chain: &[CertificateDer<'_>], key: &dyn SigningKey) -> bool {
+    let (Some(leaf), Some(own)) = (chain.first(), key.public_key()) else {
+        return false;
+    };
+    let leaf = X509Certificate::from_der(leaf);
+    let own = SubjectPublicKeyInfo::from_der(&own);
+    leaf.is_ok_and(|(_, leaf)| {
+        own.is_ok_and(|(_, own)| {
+            own.subject_public_key.data == leaf.public_key().subject_public_key.data
+        })
     })
 }
 

@@ -16,6 +16,11 @@ pub enum ConfigError {
         /// Error text of the parser.
         problem: String,
     },
+    /// Two blocks of the PEM file are on one line.
+    #[error(
+        "the {0} file has -----END and -----BEGIN on one line: add the missing line break between the blocks"
+    )]
+    Joined(&'static str),
     /// The PEM file contains no certificate.
     #[error("the {0} file contains no certificate (-----BEGIN CERTIFICATE-----)")]
     Empty(&'static str),

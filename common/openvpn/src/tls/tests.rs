@@ -199,6 +199,12 @@ fn unusable_files_are_named_in_the_error() {
             .to_string()
     };
     assert!(server(b"", None).contains("CA file contains no certificate"));
+    // As after `cat` of a file without a final newline.
+    let joined = |text: String| text.trim_end().to_owned() + &text;
+    assert!(server(joined(PKI.ca()).as_bytes(), None).contains("the CA file has -----END"));
+    let crl = joined(PKI.crl(&[]));
+    let error = server(PKI.ca().as_bytes(), Some(crl.as_bytes()));
+    assert!(error.contains("the CRL file has -----END"), "{error}");
     assert!(
         server(
             b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n",
