@@ -307,9 +307,9 @@ impl<R: Reach> ClientHandler<R> {
         self.metrics.refused.get(kind).increment(1);
         let (listener, target) = (&self.listener, &self.target);
         if self.is_warning_due(kind) {
-            warn!(%peer, listener, %target, reason = %refused, "closing a client");
+            warn!(%peer, listener, destination = %target, reason = %refused, "closing a client");
         } else {
-            debug!(%peer, listener, %target, reason = %refused, "closing a client");
+            debug!(%peer, listener, destination = %target, reason = %refused, "closing a client");
         }
     }
 

@@ -119,7 +119,7 @@ async fn carry(
     )
     .await;
     agent.closed(ended.reason);
-    log_closed!(ended, %client, %target);
+    log_closed!(ended, %client, destination = %target);
     // Dropping the halves resets the flow unless both directions had ended.
     drop((tunnel_source, tunnel_sink));
     if !ended.is_complete() {

@@ -105,7 +105,7 @@ impl Datagrams {
             return false;
         };
         if let Err(denial) = self.tunnel.agent.destinations.check(target.into()) {
-            warn!(client = %pair.0, %target, %denial, "datagram denied");
+            warn!(client = %pair.0, destination = %target, %denial, "datagram denied");
             let failures = self
                 .tunnel
                 .agent
@@ -138,7 +138,7 @@ impl Datagrams {
             let carried = carry(pair, target, receiver, &used, &peer, mtu);
             let outcome = ended.run_until_cancelled(carried).await;
             if let Some(Err(error)) = outcome {
-                debug!(client = %pair.0, %target, %error, "cannot carry datagrams");
+                debug!(client = %pair.0, destination = %target, %error, "cannot carry datagrams");
             }
         });
         true
@@ -166,7 +166,7 @@ async fn carry(
 ) -> io::Result<()> {
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).await?;
     if is_last(&socket) {
-        warn!(%client, %target, "datagrams refused: {TOO_MANY_FILES}");
+        warn!(%client, destination = %target, "datagrams refused: {TOO_MANY_FILES}");
         return Ok(());
     }
     socket.connect(target).await?;

@@ -15,11 +15,22 @@ const BUDGET: u32 = 4;
 /// Rendering may be ahead of its budget by this time. Clients that send few requests thus always get new pages.
 const BURST: Duration = Duration::from_secs(2);
 
-/// A page that answers share for up to [`MAX_AGE`]: while an earlier answer with the page is not sent yet, which limits
-/// the memory, and while rendering exceeds its budget.
+/// Largest number of different pages in answers that are not sent yet, beside the last page. Clients that read slowly then
+/// get the last page, of any age: a page of thousands of upstreams has megabytes.
+const MOST_UNSENT: usize = 3;
+
+/// A page that answers share for up to [`MAX_AGE`]: while an earlier answer with the page is not sent yet, and while
+/// rendering exceeds its budget. [`MOST_UNSENT`] limits the memory.
 pub(super) struct SharedPage<R> {
     render: R,
-    last: Mutex<Option<Rendered>>,
+    pages: Mutex<Pages>,
+}
+
+#[derive(Default)]
+struct Pages {
+    last: Option<Rendered>,
+    /// Earlier pages in answers that are not sent yet.
+    unsent: Vec<Bytes>,
 }
 
 struct Rendered {
@@ -33,22 +44,28 @@ impl<R: Fn() -> String> SharedPage<R> {
     pub(super) fn new(render: R) -> Self {
         Self {
             render,
-            last: Mutex::new(None),
+            pages: Mutex::default(),
         }
     }
 
     /// Returns the last page, or renders the page.
     pub(super) fn get(&self) -> Bytes {
-        let mut last = self.last.lock();
+        let mut pages = self.pages.lock();
+        let Pages { last, unsent } = &mut *pages;
         let at = Instant::now();
-        if let Some(last) = &*last
-            && at - last.at < MAX_AGE
-            && (!last.page.is_unique() || last.covered > at + BURST)
-        {
-            return last.page.clone();
+        unsent.retain(|page| !page.is_unique());
+        if let Some(last) = last {
+            let is_unsent = !last.page.is_unique();
+            let is_new = at - last.at < MAX_AGE;
+            let is_over_budget = last.covered > at + BURST;
+            if is_new && (is_unsent || is_over_budget) || is_unsent && unsent.len() >= MOST_UNSENT {
+                return last.page.clone();
+            }
         }
         let page = Bytes::from((self.render)());
         let covered = last.as_ref().map_or(at, |last| last.covered.max(at));
+        let earlier = last.take().map(|last| last.page);
+        unsent.extend(earlier.filter(|page| !page.is_unique()));
         *last = Some(Rendered {
             page: page.clone(),
             at,
@@ -83,6 +100,23 @@ mod tests {
         assert_eq!(page.get(), "page 102");
         // The unsent page is not the last page.
         assert_eq!(page.get(), "page 103");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn slow_readers_keep_few_different_pages() {
+        let renders = Cell::new(0);
+        let page = SharedPage::new(|| {
+            renders.set(renders.get() + 1);
+            format!("page {}", renders.get())
+        });
+        let mut unsent = Vec::new();
+        for _ in 0..20 {
+            unsent.push(page.get());
+            advance(MAX_AGE).await;
+        }
+        assert_eq!(renders.get(), MOST_UNSENT + 1);
+        unsent.remove(0);
+        assert_eq!(page.get(), format!("page {}", MOST_UNSENT + 2));
     }
 
     #[tokio::test(start_paused = true)]
