@@ -73,7 +73,8 @@ impl Routes {
     }
 
     /// Adds a page in the Prometheus text format at several paths. The page is rendered for each request, unless there
-    /// are many requests or earlier answers are not sent yet; a page is then up to one second old.
+    /// are many requests or earlier answers are not sent yet; a page is then up to one second old. It is older, by at most the
+    /// time limit of an answer, while several clients read slowly.
     #[must_use]
     pub fn with_metrics_at(
         self,

@@ -1,4 +1,4 @@
-//! A stream that fails if its peer reads nothing.
+//! A stream that fails if its peer reads nothing, or reads an answer too slowly.
 
 use std::io;
 use std::pin::Pin;
@@ -11,11 +11,17 @@ use tokio::time::{Sleep, sleep};
 /// Time without progress after which a write fails.
 pub(super) const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A stream whose writes fail after [`WRITE_TIMEOUT`] without progress.
+/// Time from the first write that has to wait until all bytes are written. An unsent page of metrics may be the page of other
+/// clients, too.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// A stream whose writes fail after [`WRITE_TIMEOUT`] without progress, or [`ANSWER_TIMEOUT`].
 pub(super) struct Progress<S> {
     inner: S,
     /// Timer of a write without progress.
     stalled: Option<Pin<Box<Sleep>>>,
+    /// Timer of the bytes before the next flush.
+    unsent: Option<Pin<Box<Sleep>>>,
 }
 
 impl<S> Progress<S> {
@@ -23,6 +29,7 @@ impl<S> Progress<S> {
         Self {
             inner,
             stalled: None,
+            unsent: None,
         }
     }
 
@@ -35,13 +42,16 @@ impl<S> Progress<S> {
             self.stalled = None;
             return written;
         }
-        let stalled = self
-            .stalled
-            .get_or_insert_with(|| Box::pin(sleep(WRITE_TIMEOUT)));
-        stalled
-            .as_mut()
-            .poll(cx)
-            .map(|()| Err(io::ErrorKind::TimedOut.into()))
+        for (timer, limit) in [
+            (&mut self.stalled, WRITE_TIMEOUT),
+            (&mut self.unsent, ANSWER_TIMEOUT),
+        ] {
+            let timer = timer.get_or_insert_with(|| Box::pin(sleep(limit)));
+            if timer.as_mut().poll(cx).is_ready() {
+                return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
+            }
+        }
+        Poll::Pending
     }
 }
 
@@ -67,6 +77,9 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Progress<S> {
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let flushed = Pin::new(&mut self.inner).poll_flush(cx);
+        if flushed.is_ready() {
+            self.unsent = None;
+        }
         self.limit(flushed, cx)
     }
 
@@ -86,5 +99,33 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Progress<S> {
 
     fn is_write_vectored(&self) -> bool {
         self.inner.is_write_vectored()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, duplex};
+    use tokio::time::Instant;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn answer_that_is_read_slowly_fails_after_its_time_limit() {
+        let (near, mut far) = duplex(16);
+        let mut near = Progress::new(near);
+        tokio::spawn(async move {
+            while far.read_u8().await.is_ok() {
+                sleep(WRITE_TIMEOUT / 2).await;
+            }
+        });
+        // An answer that is sent takes no time from the next one.
+        near.write_all(&[0; 20]).await.unwrap();
+        near.flush().await.unwrap();
+        sleep(ANSWER_TIMEOUT * 4).await;
+        let begin = Instant::now();
+        let error = near.write_all(&[0; 1024]).await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        assert_eq!(begin.elapsed(), ANSWER_TIMEOUT);
     }
 }

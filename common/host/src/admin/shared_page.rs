@@ -20,7 +20,8 @@ const BURST: Duration = Duration::from_secs(2);
 const MOST_UNSENT: usize = 3;
 
 /// A page that answers share for up to [`MAX_AGE`]: while an earlier answer with the page is not sent yet, and while
-/// rendering exceeds its budget. [`MOST_UNSENT`] limits the memory.
+/// rendering exceeds its budget. With [`MOST_UNSENT`] unsent pages, answers share the last one until an answer is sent or
+/// its connection ends.
 pub(super) struct SharedPage<R> {
     render: R,
     pages: Mutex<Pages>,
