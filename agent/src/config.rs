@@ -80,7 +80,7 @@ pub struct Config {
     /// Count of servers by their leases. `None`, the default, uses only the number that servers announce.
     pub leases: Option<LeaseCount>,
     /// Time for connections to end after the first SIGTERM; connections still open are then closed. Default
-    /// 10 min.
+    /// 25 s.
     pub drain_timeout: Duration,
     /// Time a drained agent without connections keeps serving new dials before exiting. Default 5 s.
     pub drain_linger: Duration,

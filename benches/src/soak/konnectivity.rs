@@ -75,7 +75,8 @@ impl Konnectivity {
             .server(ours(SERVER), &["--v=1"])
             .server(ours(SERVER), &socket_mode);
         for _ in 0..OURS {
-            builder = builder.agent(ours(AGENT), &["--v=1"]);
+            // A connection of the plan may last longer than the default drain.
+            builder = builder.agent(ours(AGENT), &["--v=1", "--drain-timeout=50s"]);
         }
         if let Some(stock) = programs.stock {
             let agent = Executable::At(stock.proxy_agent.clone());

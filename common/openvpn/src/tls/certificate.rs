@@ -97,19 +97,19 @@ pub fn certificate_problem(certificate: &[u8], role: Role) -> Option<String> {
     })
 }
 
-/// Returns true if the key belongs to the first certificate of the chain. rustls's own check cannot parse an X.509 v1
+/// Returns true if the key belongs to the first certificate of the chain, or if that certificate cannot be read: then the peer
+/// decides. rustls's own check cannot parse an X.509 v1
 /// certificate, which peers may accept. Compares the bits of the public keys, because their algorithms can be written in
 /// more than one way.
 pub(super) fn is_key_of(chain: &[CertificateDer<'_>], key: &dyn SigningKey) -> bool {
     let (Some(leaf), Some(own)) = (chain.first(), key.public_key()) else {
         return false;
     };
-    let leaf = X509Certificate::from_der(leaf);
-    let own = SubjectPublicKeyInfo::from_der(&own);
-    leaf.is_ok_and(|(_, leaf)| {
-        own.is_ok_and(|(_, own)| {
-            own.subject_public_key.data == leaf.public_key().subject_public_key.data
-        })
+    let Ok((_, leaf)) = X509Certificate::from_der(leaf) else {
+        return true;
+    };
+    SubjectPublicKeyInfo::from_der(&own).is_ok_and(|(_, own)| {
+        own.subject_public_key.data == leaf.public_key().subject_public_key.data
     })
 }
 

@@ -110,7 +110,7 @@ maxSurge: {{ include "culvert.or" (list .Values.updateStrategy.maxSurge "25%") }
 - service.externalTrafficPolicy with service.type ClusterIP: Kubernetes refuses the Service; leave service.externalTrafficPolicy empty
 {{- end }}
 {{- if and $v.service.create (or (has "IPv6" $v.service.ipFamilies) (hasSuffix "DualStack" $v.service.ipFamilyPolicy)) (eq $v.bindAddress "0.0.0.0") }}
-- service.ipFamilies or service.ipFamilyPolicy adds IPv6 and bindAddress is 0.0.0.0: the door would refuse connections to the IPv6 address; set bindAddress to ""
+- service.ipFamilies or service.ipFamilyPolicy may add IPv6 and bindAddress is 0.0.0.0: the door would refuse connections to the IPv6 address; set bindAddress to ""
 {{- end }}
 {{- $ports := list (int $v.ports.stats) }}
 {{- range $port := list $v.ports.admin (eq $v.scope "seed" | ternary $v.ports.sni 0) (eq $v.scope "seed" | ternary $v.ports.tunneling 0) }}
