@@ -58,7 +58,7 @@ async fn bearer(path: &Path, deadline: Instant) -> Result<MetadataValue<Ascii>, 
         .map_err(|_| unusable("the token has invalid characters".into()))
 }
 
-/// Largest token, in bytes. A header of gRPC has less room.
+/// Largest size of a token file, in bytes. A gRPC header has room for less.
 const MAX_TOKEN: u64 = 64 << 10;
 
 /// Reads the token file. A read of a hanging volume keeps its thread after the caller has given up, so further calls wait

@@ -176,7 +176,7 @@ struct Instance<S: Scenario> {
     running: S::Running,
     /// Memory before any load, in bytes.
     at_start: Vec<u64>,
-    /// True if the programs are not those of the start, and have not carried the load of all rows.
+    /// True if the programs were started again, so that they have not carried the load of all rows.
     is_restarted: bool,
 }
 

@@ -23,7 +23,7 @@ use crate::telemetry::logging::{self, LogConfig};
 /// Time for the log to accept the last lines of a program that ends.
 const LOG_FLUSH: Duration = Duration::from_secs(1);
 
-/// The signals that stop a program, in order of arrival.
+/// The signals that stop a program, with their names.
 pub struct Signals(Vec<(&'static str, Signal)>);
 
 impl Signals {
