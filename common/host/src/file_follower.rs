@@ -157,7 +157,7 @@ impl FileFollower {
     }
 
     /// Follows several files that were not read yet as one unit, each of at most `max_bytes` bytes. The caller
-    /// must validate changed files, and call [`retry`](Self::retry) if the files do not fit together.
+    /// must check if changed files fit together.
     pub fn unit(paths: Vec<PathBuf>, max_bytes: u64) -> Self {
         Self::new(paths, max_bytes, None)
     }
@@ -245,12 +245,6 @@ impl FileFollower {
         self.candidate = None;
         self.contents = contents;
         Outcome::Changed
-    }
-
-    /// Makes the second check from now report a change, whatever the files contain.
-    pub fn retry(&mut self) {
-        self.contents.clear();
-        self.stamps = None;
     }
 
     fn read(&self) -> Result<Vec<Vec<u8>>, ReadError> {
@@ -401,9 +395,6 @@ mod tests {
         assert_eq!(follower.check(), Outcome::Same);
         assert_eq!(follower.check(), Outcome::Changed);
         assert_eq!(follower.check(), Outcome::Same);
-        follower.retry();
-        assert_eq!(follower.check(), Outcome::Same);
-        assert_eq!(follower.check(), Outcome::Changed);
         assert!(follower.is_current());
     }
 

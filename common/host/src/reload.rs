@@ -129,6 +129,8 @@ struct Checks {
     follower: FileFollower,
     /// Time of the last load, successful or not.
     loaded: Instant,
+    /// True if the contents in effect could not be loaded.
+    has_failed: bool,
     source: Box<dyn Source>,
 }
 
@@ -252,6 +254,7 @@ impl<F: LabelSet + Send + Sync + 'static> Reloader<F> {
                 base,
                 follower,
                 loaded: Instant::now(),
+                has_failed: false,
                 source: Box::new(Published { set, value }),
             },
         });
@@ -335,18 +338,13 @@ impl Checks {
     fn check(&mut self) -> Checked {
         match self.follower.check() {
             file_follower::Outcome::Same if !self.follower.is_current() => Checked::Undecided,
-            file_follower::Outcome::Same if !self.is_expiring() => Checked::InUse,
+            file_follower::Outcome::Same if !self.has_failed && !self.is_expiring() => {
+                Checked::InUse
+            }
             file_follower::Outcome::Same if self.loaded.elapsed() < RENEW_PAUSE => {
                 Checked::Undecided
             }
-            file_follower::Outcome::Same => self.load(),
-            file_follower::Outcome::Changed => {
-                let loaded = self.load();
-                if matches!(loaded, Checked::Failed(_)) {
-                    self.follower.retry();
-                }
-                loaded
-            }
+            file_follower::Outcome::Same | file_follower::Outcome::Changed => self.load(),
             file_follower::Outcome::Unreadable { why, .. } => {
                 // A missing reference must not hide a change of the first file, which may drop the reference.
                 if self.follower.paths() != self.base {
@@ -363,8 +361,10 @@ impl Checks {
     }
 
     fn load(&mut self) -> Checked {
+        let loaded = self.source.reload(&mut self.follower);
         self.loaded = Instant::now();
-        match self.source.reload(&mut self.follower) {
+        self.has_failed = loaded.is_err();
+        match loaded {
             Ok(expiry) => Checked::Loaded(expiry),
             Err(why) => Checked::Failed(why),
         }

@@ -1,6 +1,7 @@
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 use rustix::fs::{CWD, Mode, OFlags, mkfifoat, open};
 use tokio::time::{advance, pause, resume, timeout};
@@ -84,6 +85,39 @@ impl FileSet for Hanging {
             value: (),
             expiry: Expiry::default(),
         })
+    }
+}
+
+/// A set that cannot be loaded while its counter of failures is above 0, like a kubeconfig with a credential plugin.
+struct Failing {
+    file: PathBuf,
+    failures: Arc<AtomicU32>,
+    loads: Arc<AtomicU32>,
+}
+
+impl FileSet for Failing {
+    type Value = u32;
+    type Error = String;
+
+    fn paths(&self) -> Vec<PathBuf> {
+        vec![self.file.clone()]
+    }
+
+    fn unreadable(&self, error: ReadError) -> String {
+        error.to_string()
+    }
+
+    fn load(&mut self, _: &[Vec<u8>]) -> Result<Loaded<u32>, String> {
+        let loads = self.loads.fetch_add(1, Relaxed) + 1;
+        let left = self.failures.load(Relaxed);
+        self.failures.store(left.saturating_sub(1), Relaxed);
+        match left {
+            0 => Ok(Loaded {
+                value: loads,
+                expiry: Expiry::default(),
+            }),
+            _ => Err("the plugin has failed".to_owned()),
+        }
     }
 }
 
@@ -212,6 +246,34 @@ fn unusable_content_leaves_the_last_value_and_counts_once_per_reason() {
     lab.write("one", "2");
     lab.check(2);
     lab.shows(1, 4, 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn unchanged_files_are_loaded_again_10_s_after_a_failure() {
+    let mut lab = Lab::new();
+    let file = lab.write("one", "1");
+    let (failures, loads) = <(Arc<AtomicU32>, Arc<AtomicU32>)>::default();
+    let set = Failing {
+        file,
+        failures: Arc::clone(&failures),
+        loads: Arc::clone(&loads),
+    };
+    let latest = lab.reloader.follow(Set::Numbers, set).unwrap();
+    assert_eq!(latest.get(), 1);
+    failures.store(2, Relaxed);
+    lab.write("one", "2");
+    lab.check(8);
+    assert_eq!(loads.load(Relaxed), 2);
+    for loads_then in [3, 4] {
+        advance(RENEW_PAUSE - Duration::from_millis(1)).await;
+        lab.check(4);
+        assert_eq!(loads.load(Relaxed), loads_then - 1);
+        advance(Duration::from_millis(1)).await;
+        lab.check(4);
+        assert_eq!(loads.load(Relaxed), loads_then);
+    }
+    assert_eq!(latest.get(), 4);
+    lab.shows(1, 1, 1);
 }
 
 #[test]
