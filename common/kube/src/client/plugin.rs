@@ -7,7 +7,8 @@ use std::process::{Command, Stdio};
 
 use anyhow::Context as _;
 use k8s_openapi::ByteString;
-use k8s_openapi::jiff::Timestamp;
+use k8s_openapi::jiff::fmt::temporal::Pieces;
+use k8s_openapi::jiff::{self, Timestamp};
 use kube::config::{AuthInfo, ExecAuthCluster, ExecConfig};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -66,7 +67,7 @@ pub(super) fn run(plugin: &ExecConfig, user: &mut AuthInfo) -> anyhow::Result<Op
         "{} printed neither a token, nor a certificate with its key",
         named()
     );
-    let valid_until = expiration_timestamp.map(|text| text.parse());
+    let valid_until = expiration_timestamp.as_deref().map(timestamp);
     let valid_until = valid_until.transpose().with_context(named)?;
     user.token = token.map(Into::into);
     if let (Some(cert), Some(key)) = (cert, key) {
@@ -74,6 +75,15 @@ pub(super) fn run(plugin: &ExecConfig, user: &mut AuthInfo) -> anyhow::Result<Op
         user.client_key_data = Some(base64(key)?.into());
     }
     Ok(valid_until)
+}
+
+/// Parses a time. The largest [`Timestamp`] stands for the last two days of the year 9999, which plugins without a limit
+/// return.
+fn timestamp(text: &str) -> Result<Timestamp, jiff::Error> {
+    text.parse().or_else(|error| match Pieces::parse(text) {
+        Ok(time) if time.date().year() == 9999 && time.offset().is_some() => Ok(Timestamp::MAX),
+        _ => Err(error),
+    })
 }
 
 fn output(plugin: &ExecConfig, command: &str) -> anyhow::Result<Credentials> {
@@ -139,6 +149,18 @@ mod tests {
         assert_eq!(user.token.unwrap().expose_secret(), "t");
         assert_eq!(until.unwrap().as_second() % 60, 10);
         assert_eq!(user.client_certificate_data.as_deref(), Some("own"));
+    }
+
+    #[test]
+    fn last_days_of_the_year_9999_are_a_valid_end() {
+        for text in ["9999-12-31T23:59:59Z", "9999-12-31T23:59:59+01:00"] {
+            assert_eq!(timestamp(text).unwrap(), Timestamp::MAX);
+        }
+        let second = timestamp("2001-01-01T00:00:10Z").unwrap();
+        assert_eq!(second.as_second() % 60, 10);
+        for text in ["9999-12-31T23:59:59", "9999-12-32T23:59:59Z", "never", ""] {
+            assert!(timestamp(text).is_err(), "{text}");
+        }
     }
 
     #[test]
