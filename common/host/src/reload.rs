@@ -26,6 +26,7 @@ use self::metrics::{FileMetrics, Outcome};
 use crate::file_follower::{self, FileFollower, ReadError, read_in_background};
 use crate::telemetry::log_once::LogOnce;
 use crate::telemetry::metrics::{LabelSet, Registry};
+use crate::tls::date;
 
 /// Interval of the checks. A change is in use after the second check that reads the same content. Kubernetes takes
 /// up to two minutes to deliver a changed Secret, so a shorter interval gains nothing. A check of unchanged files
@@ -92,6 +93,9 @@ pub struct Loaded<T> {
 pub struct Expiry {
     /// The program's own certificate, with its chain.
     pub own: Option<i64>,
+    /// The program's own certificate alone; `None` also if the set does not report this time. A chain may have expired
+    /// certificates that peers do not need.
+    pub leaf: Option<i64>,
     /// The CAs that peers are verified with.
     pub ca: Option<i64>,
     /// The CRLs that peers are verified with. An expired CRL refuses all peers of its CA.
@@ -158,6 +162,8 @@ struct First<S: FileSet> {
 struct Published<S: FileSet> {
     set: S,
     value: watch::Sender<S::Value>,
+    /// Expiry of the published value's own certificate, in Unix seconds; see [`Expiry::leaf`].
+    leaf: Option<i64>,
 }
 
 /// The part of a file set that does not depend on the type of its value.
@@ -255,7 +261,11 @@ impl<F: LabelSet + Send + Sync + 'static> Reloader<F> {
                 follower,
                 loaded: Instant::now(),
                 has_failed: false,
-                source: Box::new(Published { set, value }),
+                source: Box::new(Published {
+                    set,
+                    value,
+                    leaf: loaded.expiry.leaf,
+                }),
             },
         });
         Latest(receiver)
@@ -377,6 +387,17 @@ impl<S: FileSet> Source for Published<S> {
         read.map_err(|error| error.to_string())?;
         let loaded = self.set.load(follower.contents());
         let loaded = loaded.map_err(|error| format!("{error:#}"))?;
+        let now = OffsetDateTime::now_utc().unix_timestamp();
+        if let (Some(before), Some(expired)) = (self.leaf, loaded.expiry.leaf)
+            && expired <= now
+            && now < before
+        {
+            let (expired, before) = (date(expired), date(before));
+            return Err(format!(
+                "the new certificate has expired ({expired}), and the one in use is valid until {before}"
+            ));
+        }
+        self.leaf = loaded.expiry.leaf;
         self.value.send_replace(loaded.value);
         Ok(loaded.expiry)
     }
@@ -414,8 +435,8 @@ impl<F: LabelSet> Report<F> {
         self.metrics.in_use(self.files, true);
         info!(
             files = name(self.files),
-            certificate_expires = expiry.own.map(instant),
-            ca_expires = expiry.ca.map(instant),
+            certificate_expires = expiry.own.map(date),
+            ca_expires = expiry.ca.map(date),
             "files reloaded; new connections use them"
         );
     }
@@ -436,11 +457,6 @@ impl<F: LabelSet> Report<F> {
 fn name<F: LabelSet>(files: F) -> &'static str {
     let labels = files.labels();
     labels.first().map_or("", |(_, value)| *value)
-}
-
-fn instant(seconds: i64) -> String {
-    OffsetDateTime::from_unix_timestamp(seconds)
-        .map_or_else(|_| format!("{seconds} s"), |time| time.to_string())
 }
 
 #[cfg(test)]

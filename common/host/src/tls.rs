@@ -29,7 +29,10 @@ use rustls::{
 };
 
 use chain::BoundedChain;
-pub use expiry::{earliest_crl_expiry_in_pem, earliest_expiry, earliest_expiry_in_pem};
+pub(crate) use expiry::date;
+pub use expiry::{
+    earliest_crl_expiry_in_pem, earliest_expiry, earliest_expiry_in_pem, leaf_expiry_in_pem,
+};
 pub use explain::{explain, explain_refusal, explain_tls};
 pub use identity::Identity;
 pub use peer::common_name;

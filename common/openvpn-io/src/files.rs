@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use culvert_host::file_follower::ReadError;
 use culvert_host::reload::Expiry;
-use culvert_host::tls::{earliest_crl_expiry_in_pem, earliest_expiry_in_pem};
+use culvert_host::tls::{earliest_crl_expiry_in_pem, earliest_expiry_in_pem, leaf_expiry_in_pem};
 use culvert_openvpn::cipher::Digest;
 use culvert_openvpn::tls::{ClientTls, ConfigError, Identity, MinVersion, ServerCheck, ServerTls};
 use culvert_openvpn::wrap::{WrapKey, static_key};
@@ -90,7 +90,8 @@ pub fn expiry(
     let own = cert.map(load).transpose()?;
     let crl = crl.map(load).transpose()?;
     Ok(Expiry {
-        own: own.and_then(|pem| earliest_expiry_in_pem(&pem)),
+        own: own.as_deref().and_then(earliest_expiry_in_pem),
+        leaf: own.as_deref().and_then(leaf_expiry_in_pem),
         ca: earliest_expiry_in_pem(&load(ca)?),
         crl: crl.and_then(|pem| earliest_crl_expiry_in_pem(&pem)),
     })

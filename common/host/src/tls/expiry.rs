@@ -2,7 +2,17 @@
 
 use rustls_pki_types::pem::PemObject as _;
 use rustls_pki_types::{CertificateDer, CertificateRevocationListDer};
+use time::OffsetDateTime;
+use time::format_description::well_known::Rfc3339;
 use x509_parser::prelude::{CertificateRevocationList, FromDer, X509Certificate};
+
+/// Returns a time in Unix seconds as text, such as `2026-12-08T06:39:45Z`.
+pub(crate) fn date(seconds: i64) -> String {
+    OffsetDateTime::from_unix_timestamp(seconds)
+        .ok()
+        .and_then(|time| time.format(&Rfc3339).ok())
+        .unwrap_or_else(|| format!("{seconds} s"))
+}
 
 /// Returns the time at which the first of the certificates expires, in Unix seconds. Certificates that cannot be
 /// parsed are skipped. Returns `None` if no certificate is left.
@@ -25,6 +35,13 @@ pub fn earliest_crl_expiry_in_pem(text: &[u8]) -> Option<i64> {
             Some(list.next_update()?.timestamp())
         })
         .min()
+}
+
+/// Returns the time at which the first certificate in a PEM file, the own one of a chain, expires, in Unix seconds; `None`
+/// if the certificate cannot be parsed.
+pub fn leaf_expiry_in_pem(text: &[u8]) -> Option<i64> {
+    let leaf = CertificateDer::pem_slice_iter(text).next()?.ok()?;
+    earliest_expiry([leaf.as_ref()])
 }
 
 /// Returns the time at which the first certificate of a PEM file expires; see [`earliest_expiry`].

@@ -9,9 +9,9 @@ use rustls::{
     PeerMisbehaved,
 };
 use rustls_pki_types::UnixTime;
-use time::OffsetDateTime;
 
 use super::chain::ChainTooLong;
+use super::expiry::date;
 
 /// Explains an error of a TLS stream or handshake. Other errors are returned as their own text.
 pub fn explain(error: &io::Error) -> String {
@@ -209,8 +209,5 @@ fn alert_received(alert: AlertDescription) -> String {
 }
 
 fn instant(time: UnixTime) -> String {
-    i64::try_from(time.as_secs())
-        .ok()
-        .and_then(|seconds| OffsetDateTime::from_unix_timestamp(seconds).ok())
-        .map_or_else(|| format!("{} s", time.as_secs()), |time| time.to_string())
+    date(i64::try_from(time.as_secs()).unwrap_or(i64::MAX))
 }

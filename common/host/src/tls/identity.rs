@@ -15,7 +15,7 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 use x509_parser::prelude::{FromDer, X509Certificate};
 use x509_parser::x509::{SubjectPublicKeyInfo, X509Version};
 
-use super::expiry::earliest_expiry;
+use super::expiry::{date, earliest_expiry};
 use super::{Pem, TlsError, read_pem};
 
 /// A certificate chain, leaf first, and the leaf's private key.
@@ -64,6 +64,11 @@ impl Identity {
     /// Returns the time at which the first certificate of the chain expires, in Unix seconds.
     pub(super) fn expiry(&self) -> Option<i64> {
         self.expiry
+    }
+
+    /// Returns the time at which the certificate itself expires, in Unix seconds.
+    pub(super) fn leaf_expiry(&self) -> Option<i64> {
+        earliest_expiry(self.key.cert.first().map(AsRef::as_ref))
     }
 
     /// Returns the identity as rustls's type.
@@ -128,8 +133,8 @@ fn warn_about(leaf: &X509Certificate<'_>, path: &Path) {
     if !validity.is_valid() {
         tracing::warn!(
             path = %path.display(),
-            not_before = %validity.not_before,
-            not_after = %validity.not_after,
+            not_before = date(validity.not_before.timestamp()),
+            not_after = date(validity.not_after.timestamp()),
             "certificate is not valid now; peers will refuse it"
         );
     }

@@ -83,6 +83,7 @@ impl FileSet for ServerFiles {
             value: self.settings.server(&identity, trust.as_ref())?,
             expiry: Expiry {
                 own: identity.expiry(),
+                leaf: identity.leaf_expiry(),
                 ca: trust.as_ref().and_then(TrustBundle::expiry),
                 crl: None,
             },
@@ -143,6 +144,7 @@ impl FileSet for ClientFiles {
             value: self.settings.client(&trust, identity.as_ref())?,
             expiry: Expiry {
                 own: identity.as_ref().and_then(Identity::expiry),
+                leaf: identity.as_ref().and_then(Identity::leaf_expiry),
                 ca: trust.expiry(),
                 crl: None,
             },

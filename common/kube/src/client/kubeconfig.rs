@@ -91,7 +91,11 @@ impl Account {
                 server,
                 refused,
             },
-            expiry: Expiry { own, ca, crl: None },
+            expiry: Expiry {
+                own,
+                ca,
+                ..Expiry::default()
+            },
         })
     }
 }

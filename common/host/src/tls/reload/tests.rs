@@ -325,6 +325,31 @@ fn expiry_is_that_of_the_first_certificate_to_expire() {
 }
 
 #[test]
+fn expired_certificate_does_not_replace_a_valid_one() {
+    let ca = Authority::new("ca");
+    let until = |name: &str, year| {
+        let mut params = CertificateParams::new(vec!["localhost".into()]).unwrap();
+        params.not_after = rcgen::date_time_ymd(year, 1, 1);
+        ca.issue(name, params)
+    };
+    let (valid, old, older) = (until("a", 2050), until("b", 2021), until("c", 2020));
+    let mut lab = Lab::new(&[&ca], &older);
+    let server = lab.server();
+    let mut before = server.get();
+    // A restored backup, and a chain with an expired certificate that peers may not need.
+    let chain = [read(&valid.cert), read(&older.cert)].concat();
+    for (pair, is_used) in [(&old, true), (&valid, true), (&old, false), (&valid, true)] {
+        lab.pair(pair);
+        if is_used && pair.cert == valid.cert {
+            std::fs::write(lab.path("cert"), &chain).unwrap();
+        }
+        lab.check();
+        assert_eq!(!Arc::ptr_eq(&before, &server.get()), is_used);
+        before = server.get();
+    }
+}
+
+#[test]
 fn missing_files_are_reported_like_at_the_first_load() {
     let ca = Authority::new("ca");
     let mut lab = Lab::new(&[&ca], &ca.leaf("server"));
