@@ -41,7 +41,9 @@ pub fn parse(text: &str) -> Result<Mode, String> {
     let document: Document = serde_saphyr::from_str(text).map_err(|error| {
         // Only the first line is kept: the further lines show an excerpt of the file.
         let why = error.to_string();
-        why.lines().next().unwrap_or_default().to_owned()
+        let why = why.lines().next().unwrap_or_default();
+        let why = why.strip_prefix("error: ").unwrap_or(why);
+        format!("{why}; write a mode, or konnectivityEnabled with true or false")
     })?;
     let mut modes = Vec::new();
     document.collect(&mut modes)?;

@@ -1,6 +1,7 @@
 //! The choice of the mode at start.
 
-use std::path::Path;
+use std::fs;
+use std::path::{Path, PathBuf};
 
 use culvert_host::file_follower::{FileFollower, Limits, read_in_background, too_slow};
 use tracing::{error, info, warn};
@@ -41,6 +42,9 @@ pub(crate) enum StartError {
         /// Problem with the file.
         why: String,
     },
+    /// The path of the state file belongs to something else than a file, such as a folder or a device.
+    #[error("--tunnel-state-file {}: not a regular file; name a file in a writable folder", _0.display())]
+    StateFile(PathBuf),
     /// The flag or the file names a mode whose tunnel this server does not have.
     #[error(transparent)]
     Unavailable(#[from] Unavailable),
@@ -83,9 +87,15 @@ impl Start {
     /// file, and follows the file once it can be read. An unusable state file is ignored.
     ///
     /// # Errors
-    /// Fails if the mode file has no valid mode and no state is saved.
+    /// Fails if the mode file has no valid mode and no state is saved, or if the path of the state file is not that of a
+    /// regular file.
     pub(super) fn read(settings: Settings) -> Result<Self, StartError> {
         let state = settings.state_file.as_deref().map(StateFile::new);
+        if let Some(path) = &settings.state_file
+            && fs::metadata(path).is_ok_and(|found| !found.is_file())
+        {
+            return Err(StartError::StateFile(path.clone()));
+        }
         let (saved, lost) = match state.as_ref().map(StateFile::load) {
             None => (None, None),
             Some(Ok(saved)) => (saved, None),
@@ -196,6 +206,7 @@ impl Start {
         );
         if let (Some(why), Some(state)) = (&mut self.lost, &self.state) {
             let kept = state.set_aside();
+            warn!("--tunnel-state-file: {kept}; confirm the mode with `culvert switch`");
             *why = format!("{why}; {kept}; confirm the mode with `culvert switch`");
         }
         Ok((switch, set_by))

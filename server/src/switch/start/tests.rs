@@ -102,6 +102,17 @@ async fn unusable_state_is_renamed() {
 }
 
 #[test]
+fn folder_as_state_file_is_refused_and_stays_in_place() {
+    let folder = tempfile::tempdir().unwrap();
+    let settings = settings(&folder);
+    let state = settings.state_file.clone().unwrap();
+    std::fs::create_dir(&state).unwrap();
+    let error = Start::read(settings).err().unwrap().to_string();
+    assert!(error.contains("not a regular file"), "{error}");
+    assert!(state.is_dir());
+}
+
+#[test]
 fn mode_that_has_changed_with_the_restart_waits_for_a_healthy_peer() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("mode"), "konnectivity").unwrap();
