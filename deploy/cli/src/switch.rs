@@ -38,7 +38,8 @@ pub struct Options {
     #[arg(long, value_name = "DURATION", value_parser = drain)]
     drain: Option<GoDuration>,
 
-    /// Wait until no connection of the old mode is left.
+    /// Wait until no connection of the old mode is left. If the wait is interrupted, the switch continues; a switch to the
+    /// old mode undoes the switch.
     #[arg(long)]
     wait: bool,
 

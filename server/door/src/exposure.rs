@@ -239,7 +239,7 @@ impl<'a> Plan<'a> {
             .find_map(|host| Some((host, self.owners.get(host)?)));
         if let Some((host, owner)) = taken {
             let text = format!(
-                "host name {host:?} is taken by the older Service {}, so none of this Service's \
+                "host name {host:?} is already taken by Service {}, so none of this Service's \
                  host names is served: change annotation {PORT_MAPPING_ANNOTATION} of one of the two Services",
                 owner.full_name()
             );

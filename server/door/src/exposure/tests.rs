@@ -268,7 +268,7 @@ fn the_older_service_keeps_a_host_name_whatever_the_order() {
         "host.com -> test/older-https",
         "newer.test.svc.cluster.local:443 -> test/newer-https",
     ];
-    let problem = "Service test/newer: host name \"host.com\" is taken by the older Service \
+    let problem = "Service test/newer: host name \"host.com\" is already taken by Service \
                    test/older, so none of this Service's host names is served: change annotation \
                    nodeport-proxy.k8s.io/port-mapping of one of the two Services";
     for services in [
