@@ -82,7 +82,8 @@ impl Bound {
         let mut reloader = Reloader::new(agent.metrics.registry());
         let (mut sync, mut leases) = (None, None);
         if config.ca_cert.is_some() {
-            let connector = Connector::new(agent.clone(), config.clone(), &mut reloader)?;
+            let connector = Connector::new(agent.clone(), config.clone(), &mut reloader);
+            let connector = Box::pin(connector).await?;
             let count = ServerCount::new(&config, agent.metrics.known_server_count.clone());
             if let Some(settings) = config.leases.clone() {
                 let counted = Leases::new(settings, &agent.metrics, count.clone(), &mut reloader);
@@ -93,7 +94,9 @@ impl Bound {
         let mut openvpn = None;
         if let Some(OpenVpn { client, nodes }) = config.openvpn.clone() {
             let tunnel = Tunnel::new(agent.clone(), nodes);
-            openvpn = Some((tunnel.clone(), Client::new(tunnel, client, &mut reloader)?));
+            let client = Client::new(tunnel.clone(), client, &mut reloader);
+            let client = Box::pin(client).await?;
+            openvpn = Some((tunnel, client));
         }
         let health = admin::bind(
             &config.health.host,

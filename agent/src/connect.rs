@@ -140,7 +140,7 @@ impl Connector {
     ///
     /// # Errors
     /// Fails if a file cannot be used or the host is neither a name nor an address.
-    pub(crate) fn new(
+    pub(crate) async fn new(
         agent: Arc<Agent>,
         config: Config,
         reloader: &mut Reloader,
@@ -156,7 +156,7 @@ impl Connector {
             .collect();
         let options = tls::TlsOptions::default();
         let set = ClientFiles::new(ca_cert, pair, &alpn, &options)?;
-        let tls = reloader.follow(Files::Server, set)?;
+        let tls = reloader.follow(Files::Server, set).await?;
         let host = config.server_host.trim_matches(['[', ']']).to_owned();
         let name = ServerName::try_from(host.clone()).map_err(|_| {
             anyhow::anyhow!("--proxy-server-host={host} is neither a host name nor an address")

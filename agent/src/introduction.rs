@@ -2,12 +2,13 @@
 
 use std::fs::File;
 use std::io::Read as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+use std::sync::{Arc, LazyLock};
 
+use culvert_host::file_follower::read_until;
 use culvert_konnectivity::message::HALF_CLOSE_HEADER;
 use tokio::sync::Semaphore;
-use tokio::task::spawn_blocking;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::Instant;
 use tonic::metadata::{Ascii, MetadataMap, MetadataValue};
 
 use crate::config::Config;
@@ -44,9 +45,10 @@ pub(crate) async fn metadata(
 
 async fn bearer(path: &Path, deadline: Instant) -> Result<MetadataValue<Ascii>, IntroductionError> {
     let unusable = |why: String| IntroductionError::Token(path.display().to_string(), why);
-    let token = timeout_at(deadline, read(path.to_owned()))
+    let file = path.to_owned();
+    let token = read_until(deadline, &TURN, move || read(&file))
         .await
-        .map_err(|_| unusable("the file could not be read in time; check its volume".into()))?
+        .ok_or_else(|| unusable("the file could not be read in time; check its volume".into()))?
         .map_err(|error| unusable(error.to_string()))?;
     let token = token.trim();
     if token.is_empty() {
@@ -61,24 +63,19 @@ async fn bearer(path: &Path, deadline: Instant) -> Result<MetadataValue<Ascii>, 
 /// Largest size of a token file, in bytes. A gRPC header has room for less.
 const MAX_TOKEN: u64 = 64 << 10;
 
-/// Reads the token file. A read of a hanging volume keeps its thread after the caller has given up, so further calls wait
-/// for their turn.
-async fn read(path: PathBuf) -> std::io::Result<String> {
-    static TURN: Semaphore = Semaphore::const_new(1);
-    let turn = TURN.acquire().await.map_err(std::io::Error::other)?;
-    let read = move || {
-        let _turn = turn;
-        let mut token = String::new();
-        File::open(path)?
-            .take(MAX_TOKEN + 1)
-            .read_to_string(&mut token)?;
-        if token.len() as u64 > MAX_TOKEN {
-            let problem = format!("the file has more than {MAX_TOKEN} bytes");
-            return Err(std::io::Error::other(problem));
-        }
-        Ok(token)
-    };
-    spawn_blocking(read).await?
+/// Permit to read the token file.
+static TURN: LazyLock<Arc<Semaphore>> = LazyLock::new(|| Arc::new(Semaphore::new(1)));
+
+fn read(path: &Path) -> std::io::Result<String> {
+    let mut token = String::new();
+    File::open(path)?
+        .take(MAX_TOKEN + 1)
+        .read_to_string(&mut token)?;
+    if token.len() as u64 > MAX_TOKEN {
+        let problem = format!("the file has more than {MAX_TOKEN} bytes");
+        return Err(std::io::Error::other(problem));
+    }
+    Ok(token)
 }
 
 /// Reads the server's id and server count from its metadata. The error texts for missing or repeated values
@@ -111,6 +108,7 @@ mod tests {
 
     use std::time::Duration;
 
+    use tokio::task::spawn_blocking;
     use tokio::time::timeout;
 
     use super::*;

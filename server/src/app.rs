@@ -111,7 +111,7 @@ impl Bound {
         let metrics = Arc::new(ServerMetrics::new(&config.strategies)?);
         let mut reloader = Reloader::new(metrics.registry());
         let agent_files = &config.agent_listener;
-        let agent_tls = credentials::agent_tls(&mut reloader, agent_files, &config.tls)?;
+        let agent_tls = credentials::agent_tls(&mut reloader, agent_files, &config.tls).await?;
         let user_cluster = credentials::user_cluster(&mut reloader, &config).await?;
         let tokens = match &config.agent_auth {
             Some(auth) => {
@@ -177,7 +177,7 @@ impl Bound {
         .await?;
         config.link_congestion.choose()?.apply_to_listener(&agent);
         switcher.link_congestion = Some(congestion(&agent).into());
-        let quic = quic::bind(agent_files, agent.local_addr()?, &agent_tls)?;
+        let quic = quic::bind(agent_files, agent.local_addr()?, &agent_tls).await?;
         let flags = ["--admin-bind-address", "--admin-port"];
         let admin = admin::bind(&config.admin.host, config.admin.port, flags).await?;
         let admin_address = admin.local_addr()?;
@@ -187,7 +187,7 @@ impl Bound {
                 let (files, alpn) = (Files::Admin, b"http/1.1");
                 let tls =
                     credentials::mutual_tls(&mut reloader, files, paths, alpn, &config.tls, flags);
-                admin::AdminSocket::Tls(admin, tls?)
+                admin::AdminSocket::Tls(admin, tls.await?)
             }
             None => admin::AdminSocket::Plain(admin),
         };
@@ -411,7 +411,8 @@ async fn bind_frontend(
             };
             let flags = "--server-cert and --server-key";
             let files = Files::Frontend;
-            let tls = credentials::mutual_tls(reloader, files, paths, alpn, &config.tls, flags)?;
+            let tls =
+                credentials::mutual_tls(reloader, files, paths, alpn, &config.tls, flags).await?;
             let flags = ["--server-bind-address", "--server-port"];
             let listener = admin::bind(&bind.host, bind.port, flags).await?;
             // A gRPC client always reads, so TCP's user timeout only closes connections to dead clients. A

@@ -116,7 +116,10 @@ impl FileSet for NoFiles {
 
 /// Registers the series of a followed file set.
 fn follow<F: LabelSet + Send + Sync + 'static>(registry: &Arc<Registry>, files: F) {
-    Reloader::new(registry).follow(files, NoFiles).unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread();
+    let runtime = { runtime }.enable_time().build().unwrap();
+    let mut reloader = Reloader::new(registry);
+    runtime.block_on(reloader.follow(files, NoFiles)).unwrap();
 }
 
 #[test]

@@ -76,7 +76,8 @@ impl Bound {
             config.tls.clone(),
             config.link_congestion.choose()?,
             &mut reloader,
-        )?;
+        )
+        .await?;
         // A single thread does all the work of a connection to the proxy, so threads beyond the number of
         // connections would stay idle.
         let threads = Shards::default_count().map(|most| most.min(config.connections));

@@ -34,7 +34,7 @@ impl SeedProxy {
     ///
     /// # Errors
     /// Fails if a file of `tls` cannot be used. The error text names the file and the remedy.
-    pub(crate) fn new(
+    pub(crate) async fn new(
         address: HostPort,
         tls: Option<ProxyTls>,
         congestion: ChosenCongestion,
@@ -45,7 +45,8 @@ impl SeedProxy {
                 let pair = tls.identity.as_ref();
                 let pair = pair.map(|(cert, key)| (cert.as_path(), key.as_path()));
                 let files = ClientFiles::new(&tls.ca, pair, &[b"h2"], &TlsOptions::default())?;
-                Some((reloader.follow(Files::Proxy, files)?, tls.server_name))
+                let latest = reloader.follow(Files::Proxy, files).await?;
+                Some((latest, tls.server_name))
             }
             None => None,
         };

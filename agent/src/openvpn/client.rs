@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
+use culvert_host::file_follower::{PROMPT_READ, read_until};
 use culvert_host::net::{dial, listen, long_path};
 use culvert_host::reload::Latest;
 use culvert_host::telemetry::log_once::LogOnce;
@@ -13,12 +14,13 @@ use culvert_openvpn::options::Transport;
 use culvert_openvpn::session::{ClientConfig, Ended, Session};
 use culvert_openvpn::tls::ClientTls;
 use culvert_openvpn_io::config_file::{Client as Settings, Remote};
-use culvert_openvpn_io::files;
+use culvert_openvpn_io::files::{self, FileError};
 use culvert_openvpn_io::link::{Link, LinkEnd};
 use culvert_openvpn_io::now;
 use rand::Rng as _;
 use rand::seq::SliceRandom as _;
 use tokio::net::UdpSocket;
+use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, debug, info_span, warn};
@@ -52,6 +54,8 @@ pub(crate) struct Client {
     tunnel: Arc<Tunnel>,
     settings: Settings,
     tls: Latest<Arc<ClientTls>>,
+    /// Permit to read the files of a session.
+    turn: Arc<Semaphore>,
 }
 
 /// Outcome of one attempt and the consequences for the next attempt.
@@ -84,21 +88,21 @@ impl Client {
     ///
     /// # Errors
     /// Fails if a file cannot be used.
-    pub(crate) fn new(
+    pub(crate) async fn new(
         tunnel: Arc<Tunnel>,
         settings: Settings,
         reloader: &mut Reloader,
     ) -> anyhow::Result<Self> {
-        let material = TlsMaterial::new(&settings.common);
-        let tls = material.and_then(|material| reloader.follow(Files::Openvpn, material));
+        let material = TlsMaterial::new(&settings.common).context("OpenVPN client")?;
+        let tls = reloader.follow(Files::Openvpn, material).await;
         let client = Self {
             tunnel,
             settings,
             tls: tls.context("OpenVPN client")?,
+            turn: Arc::new(Semaphore::new(1)),
         };
-        client
-            .session_config(Transport::Tcp)
-            .context("OpenVPN client")?;
+        let config = client.session_config(Transport::Tcp).await;
+        config.context("OpenVPN client")?;
         Ok(client)
     }
 
@@ -151,7 +155,8 @@ impl Client {
         stop: &CancellationToken,
     ) -> Option<Attempt> {
         // Keys and passwords are read again for each session, and certificates are the latest ones.
-        let config = match self.session_config(remote.transport) {
+        let config = self.session_config(remote.transport);
+        let config = match stop.run_until_cancelled(config).await? {
             Ok(config) => config,
             Err(error) => return Some(Attempt::failed(Outcome::Files, error.to_string())),
         };
@@ -186,14 +191,19 @@ impl Client {
         Some(after(&end, lived))
     }
 
-    fn session_config(&self, transport: Transport) -> Result<ClientConfig, files::FileError> {
-        let common = &self.settings.common;
+    async fn session_config(&self, transport: Transport) -> Result<ClientConfig, FileError> {
+        let (common, credentials) = (&self.settings.common, &self.settings.credentials);
+        let read = files::paths(common.wrap_key().into_iter().chain(credentials));
         let mut config = ClientConfig::new(transport, self.tls.get());
-        files::configure(common, End::Client, &mut config.common)?;
-        let credentials = self.settings.credentials.as_ref();
-        config.credentials = credentials.map(files::credentials).transpose()?;
         config.connect_timeout = self.settings.connect_timeout;
-        Ok(config)
+        let (common, credentials) = (common.clone(), credentials.clone());
+        let reading = move || {
+            files::configure(&common, End::Client, &mut config.common)?;
+            config.credentials = credentials.as_ref().map(files::credentials).transpose()?;
+            Ok(config)
+        };
+        let configured = read_until(Instant::now() + PROMPT_READ, &self.turn, reading).await;
+        configured.unwrap_or_else(|| Err(FileError::too_slow(&read, PROMPT_READ)))
     }
 }
 

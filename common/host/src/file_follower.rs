@@ -9,13 +9,18 @@ use std::io::{self, Read as _};
 use std::os::unix::fs::MetadataExt as _;
 use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use tokio::sync::Semaphore;
 use tokio::task::spawn_blocking;
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, timeout, timeout_at};
 
 /// Time of a read after which the operator is warned.
 pub const SLOW_READ: Duration = Duration::from_secs(30);
+
+/// Time limit of a read that a peer waits for. OpenVPN peers give up after 60 s by default.
+pub const PROMPT_READ: Duration = Duration::from_secs(10);
 
 /// Time after the last change during which a file is read even if its time stamp is unchanged: two changes
 /// within one tick of the file system's clock have the same time stamp. For a time stamp in the future, the time since
@@ -128,9 +133,27 @@ pub async fn read_in_background<T: Send + 'static>(
     }
 }
 
-/// Returns the reason and the remedy for files that are not read within [`SLOW_READ`].
-pub fn too_slow(files: impl Display) -> String {
-    let limit = SLOW_READ.as_secs();
+/// As [`read_in_background`], but returns `None` at the deadline. A hanging read keeps its thread, so each read first waits
+/// until earlier reads with the same semaphore, which has one permit, have ended.
+pub async fn read_until<T: Send + 'static>(
+    deadline: Instant,
+    turn: &Arc<Semaphore>,
+    read: impl FnOnce() -> T + Send + 'static,
+) -> Option<T> {
+    let reading = async {
+        let permit = turn.clone().acquire_owned().await.ok()?;
+        let read = move || {
+            let _permit = permit;
+            read()
+        };
+        Some(read_in_background(read, || ()).await.0)
+    };
+    timeout_at(deadline, reading).await.ok().flatten()
+}
+
+/// Returns the reason and the remedy for files that are not read within `limit`.
+pub fn too_slow(files: impl Display, limit: Duration) -> String {
+    let limit = limit.as_secs();
     format!("reading {files} takes more than {limit} s; check the volume")
 }
 

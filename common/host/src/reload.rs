@@ -212,27 +212,21 @@ impl<F: LabelSet + Send + Sync + 'static> Reloader<F> {
         }
     }
 
-    /// Loads files for the first time, and follows the files once [`Reloader::run`] runs.
+    /// Loads files for the first time, on a thread of its own, and follows the files once [`Reloader::run`] runs. Logs a
+    /// warning if the load takes longer than [`SLOW_READ`](file_follower::SLOW_READ).
     ///
     /// # Errors
     /// Fails if the files cannot be loaded.
-    pub fn follow<S: FileSet>(&mut self, files: F, set: S) -> Result<Latest<S::Value>, S::Error> {
-        Ok(self.adopt(files, First::load(set)?))
-    }
-
-    /// As [`follow`](Self::follow), for files whose load may take any time, such as a kubeconfig with a credential plugin:
-    /// the first load runs on a thread of its own.
-    ///
-    /// # Errors
-    /// Fails if the files cannot be loaded.
-    pub async fn follow_slow<S>(&mut self, files: F, set: S) -> Result<Latest<S::Value>, S::Error>
+    pub async fn follow<S>(&mut self, files: F, set: S) -> Result<Latest<S::Value>, S::Error>
     where
-        S: FileSet<Value: Send, Error: Send>,
+        S: FileSet<Error: Send>,
     {
+        let paths = set.paths();
         let is_slow = || {
             let files = name(files);
             warn!(
                 files,
+                ?paths,
                 "cannot load files yet: {TOO_SLOW}; this program does not start"
             );
         };

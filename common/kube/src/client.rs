@@ -73,7 +73,7 @@ where
         })?;
         return Ok(paced(connect(config, None)?));
     };
-    let latest = reloader.follow_slow(files, Account::new(path)).await?;
+    let latest = reloader.follow(files, Account::new(path)).await?;
     let namespace = latest.get().client.default_namespace().to_owned();
     let listed = HashMap::new();
     Ok(paced(Client::new(Following { latest, listed }, namespace)))

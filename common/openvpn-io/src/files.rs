@@ -3,6 +3,7 @@
 
 use std::io::Read as _;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use culvert_host::file_follower::ReadError;
 use culvert_host::reload::Expiry;
@@ -47,6 +48,15 @@ pub enum FileError {
 }
 
 impl FileError {
+    /// Returns the error for files that were not read within `limit`.
+    pub fn too_slow(paths: &[PathBuf], limit: Duration) -> Self {
+        let paths = paths.iter().map(|path| path.display().to_string());
+        Self::Read {
+            origin: paths.collect::<Vec<_>>().join(" or "),
+            reason: format!("no answer within {} s", limit.as_secs()),
+        }
+    }
+
     fn unusable(origin: &Material, problem: impl ToString) -> Self {
         Self::Unusable {
             origin: origin.to_string(),

@@ -117,7 +117,7 @@ impl Bound {
         let tunneling = match &config.tunneling {
             Some(tunneling) => {
                 let listener = listen(&tunneling.bind, "--envoy-tunneling-port").await?;
-                Some((listener, connect_tls(tunneling, &mut reloader)?))
+                Some((listener, connect_tls(tunneling, &mut reloader).await?))
             }
             None => None,
         };
@@ -315,7 +315,7 @@ async fn pulse(stop: CancellationToken) {
 }
 
 /// Loads and follows the certificates of the CONNECT listener; returns `None` if the listener has no TLS.
-fn connect_tls(
+async fn connect_tls(
     tunneling: &Tunneling,
     reloader: &mut Reloader,
 ) -> anyhow::Result<Option<ServerTls>> {
@@ -324,7 +324,7 @@ fn connect_tls(
     };
     let (ca, options) = (tunneling.client_ca.as_deref(), TlsOptions::default());
     let set = ServerFiles::new(cert, key, ca, &[b"h2", b"http/1.1"], &options)?;
-    let followed = reloader.follow(Files::Tunneling, set);
+    let followed = reloader.follow(Files::Tunneling, set).await;
     let followed = followed.map_err(|error| {
         let flags = match error {
             TlsError::Ca(_) => "--tunneling-client-ca",

@@ -19,7 +19,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use culvert_host::file_follower::{FileFollower, Limits, Outcome, read_in_background, too_slow};
+use culvert_host::file_follower::{
+    FileFollower, Limits, Outcome, SLOW_READ, read_in_background, too_slow,
+};
 use culvert_host::net::dial::split_host_port;
 use culvert_host::net::networks::Networks;
 use culvert_host::net::proxy_protocol::UnknownVersion;
@@ -108,7 +110,7 @@ where
 
 impl Follower {
     /// Reads the file for the first time on a thread of its own, and applies its routes. Logs a warning if this takes
-    /// longer than [`SLOW_READ`](culvert_host::file_follower::SLOW_READ).
+    /// longer than [`SLOW_READ`].
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -117,7 +119,7 @@ impl Follower {
         table: Arc<Table>,
         metrics: Arc<ProxyMetrics>,
     ) -> Result<Self, FileError> {
-        let why = too_slow(path.display());
+        let why = too_slow(path.display(), SLOW_READ);
         let is_slow = || warn!("{why}; this program starts once the file is read");
         let path = path.to_owned();
         let open = move || Self::open(&path, table, metrics);
@@ -153,7 +155,10 @@ impl Follower {
     /// Follows the file. Each look runs on a thread of its own: a file system over the network may never answer, and a
     /// large file takes time.
     async fn follow(mut self, changes: watch::Sender<u64>) {
-        let (metrics, why) = (self.metrics.clone(), too_slow(self.file.path().display()));
+        let (metrics, why) = (
+            self.metrics.clone(),
+            too_slow(self.file.path().display(), SLOW_READ),
+        );
         let mut was_slow = false;
         loop {
             sleep(POLL).await;

@@ -10,7 +10,7 @@ use crate::config::{AgentListener, Config, TlsFiles};
 use crate::files::{Files, Reloader};
 
 /// Loads and follows the files of the listener for agents.
-pub(super) fn agent_tls(
+pub(super) async fn agent_tls(
     reloader: &mut Reloader,
     listener: &AgentListener,
     options: &TlsOptions,
@@ -18,11 +18,11 @@ pub(super) fn agent_tls(
     let (cert, key, ca) = (&listener.cert, &listener.key, listener.ca.as_deref());
     let set = ServerFiles::new(cert, key, ca, &[native::ALPN, b"h2"], options)?;
     let flags = "--cluster-cert and --cluster-key";
-    follow(reloader, Files::Agent, set, flags)
+    follow(reloader, Files::Agent, set, flags).await
 }
 
 /// Loads and follows the files of a listener with mutual TLS; an error about the certificate or the key names `flags`.
-pub(super) fn mutual_tls(
+pub(super) async fn mutual_tls(
     reloader: &mut Reloader,
     files: Files,
     paths: &TlsFiles,
@@ -31,16 +31,17 @@ pub(super) fn mutual_tls(
     flags: &'static str,
 ) -> anyhow::Result<ServerTls> {
     let set = ServerFiles::new(&paths.cert, &paths.key, Some(&paths.ca), &[alpn], options)?;
-    follow(reloader, files, set, flags)
+    follow(reloader, files, set, flags).await
 }
 
-fn follow(
+async fn follow(
     reloader: &mut Reloader,
     files: Files,
     set: ServerFiles,
     flags: &'static str,
 ) -> anyhow::Result<ServerTls> {
-    reloader.follow(files, set).map_err(|error| match error {
+    let followed = reloader.follow(files, set).await;
+    followed.map_err(|error| match error {
         TlsError::Ca(_) => error.into(),
         error => anyhow::Error::new(error).context(format!("cannot use {flags}")),
     })
@@ -76,8 +77,8 @@ mod tests {
 
     use super::*;
 
-    #[test]
-    fn error_about_a_key_of_another_certificate_names_the_flags_and_the_files() {
+    #[tokio::test]
+    async fn error_about_a_key_of_another_certificate_names_the_flags_and_the_files() {
         let dir = tempfile::tempdir().unwrap();
         let [key, other] = [(); 2].map(|()| KeyPair::generate().unwrap());
         let cert = CertificateParams::default().self_signed(&key).unwrap();
@@ -89,7 +90,7 @@ mod tests {
         let set = ServerFiles::new(cert_path, key_path, None, alpn, &TlsOptions::default());
         let mut reloader = Reloader::new(&Registry::new(&[]).unwrap());
         let flags = "--cluster-cert and --cluster-key";
-        let error = follow(&mut reloader, Files::Agent, set.unwrap(), flags);
+        let error = follow(&mut reloader, Files::Agent, set.unwrap(), flags).await;
         let error = error.err().map(|error| format!("{error:#}")).unwrap();
         let expected = "cannot use --cluster-cert and --cluster-key: the private key in ";
         assert!(error.starts_with(expected), "{error}");

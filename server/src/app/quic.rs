@@ -46,7 +46,7 @@ impl Buffers {
 }
 
 /// Opens the socket beside the listener for agents at `tcp`. Returns `None` if the configuration offers no QUIC.
-pub(super) fn bind(
+pub(super) async fn bind(
     listener: &AgentListener,
     tcp: SocketAddr,
     tls: &ServerTls,
@@ -58,8 +58,8 @@ pub(super) fn bind(
     let advice = || format!("cannot serve QUIC on {address}; see --agent-quic-port");
     let socket = endpoint::bind(address).with_context(advice)?;
     let address = socket.local_addr()?;
-    let key = std::fs::read(&listener.key)
-        .with_context(|| format!("cannot read {}", listener.key.display()))?;
+    let key = tokio::fs::read(&listener.key).await;
+    let key = key.with_context(|| format!("cannot read {}", listener.key.display()))?;
     let (keys, copy) = (EndpointKeys::derive(&key), socket.try_clone()?);
     let endpoint = ServerEndpoint::new(socket, &tls.get(), keys).with_context(advice)?;
     let bytes = receive_buffer(&copy);

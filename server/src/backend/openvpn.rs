@@ -39,6 +39,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use culvert_host::admin;
+use culvert_host::file_follower::{SLOW_READ, read_in_background, too_slow};
 use culvert_host::net::destinations::Destinations;
 use culvert_host::net::listen::{Keepalive, Listener};
 use culvert_host::net::networks::Networks;
@@ -62,7 +63,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tracing::{debug, info};
+use tracing::{debug, info, warn};
 
 use self::certificate_reload::TlsMaterial;
 use self::clients::{Clients, Way};
@@ -130,12 +131,14 @@ impl Bound {
         reloader: &mut Reloader,
     ) -> anyhow::Result<Self> {
         let material = TlsMaterial::new(&settings.server)?;
-        let latest = reloader.follow(Files::Openvpn, material)?;
+        let latest = reloader.follow(Files::Openvpn, material).await?;
         let tls = latest.get();
         let mut sockets = Vec::new();
         let mut addresses = Vec::new();
         for listen in &settings.listen {
-            let config = session(settings, listen.transport, tls.clone())?;
+            let (owned, transport, tls) = (settings.clone(), listen.transport, tls.clone());
+            let read = move || session(&owned, transport, tls);
+            let config = read_in_background(read, || is_slow(settings)).await.0?;
             let config = watch::Sender::new(Arc::new(config));
             let bind = &listen.bind;
             let flag = "--openvpn-listen";
@@ -223,6 +226,14 @@ fn session(
     config.common.timers.ping = settings.ping;
     config.common.timers.ping_restart = settings.ping_restart.map(|time| 2 * time);
     Ok(config)
+}
+
+/// Logs that the key that wraps control packets is not read yet.
+fn is_slow(settings: &Settings) {
+    if let Some(key) = settings.server.common.wrap_key() {
+        let why = too_slow(key, SLOW_READ);
+        warn!("{why}; this server starts once the file is read");
+    }
 }
 
 async fn bind_udp(host: &str, port: u16) -> std::io::Result<UdpSocket> {

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use culvert_host::file_follower::{FileFollower, Outcome, read_in_background, too_slow};
+use culvert_host::file_follower::{FileFollower, Outcome, SLOW_READ, read_in_background, too_slow};
 use futures_util::future::{BoxFuture, OptionFuture};
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};
@@ -311,7 +311,7 @@ impl Driver {
         let Some(mut follower) = self.mode_file.take() else {
             return;
         };
-        let why = too_slow(follower.path().display());
+        let why = too_slow(follower.path().display(), SLOW_READ);
         let shown = self.shown.clone();
         let is_slow = move || shown.lock().set_unreadable(why);
         let check = move || (follower.check(), follower);

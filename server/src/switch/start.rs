@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use culvert_host::file_follower::{FileFollower, Limits, read_in_background, too_slow};
+use culvert_host::file_follower::{FileFollower, Limits, SLOW_READ, read_in_background, too_slow};
 use tracing::{error, info, warn};
 
 use super::machine::{Phase, Switch};
@@ -60,8 +60,7 @@ struct Decision {
 }
 
 impl Start {
-    /// As [`read`](Self::read), on a thread of its own. Logs a warning if this takes longer than
-    /// [`SLOW_READ`](culvert_host::file_follower::SLOW_READ).
+    /// As [`read`](Self::read), on a thread of its own. Logs a warning if this takes longer than [`SLOW_READ`].
     ///
     /// # Errors
     /// As [`read`](Self::read).
@@ -76,7 +75,7 @@ impl Start {
         let is_slow = || {
             warn!(
                 "{}; this server starts once the files are read",
-                too_slow(files)
+                too_slow(files, SLOW_READ)
             )
         };
         let (start, _) = read_in_background(move || Self::read(settings), is_slow).await;

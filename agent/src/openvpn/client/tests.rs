@@ -1,6 +1,9 @@
 #![allow(clippy::unwrap_used)]
 
 use culvert_openvpn::tls::{MinVersion, ServerCheck};
+use culvert_openvpn_io::config_file::Material;
+use tokio::net::unix::pipe;
+use tokio::time::advance;
 
 use super::super::udp::tests::tunnel;
 use super::*;
@@ -8,24 +11,63 @@ use super::*;
 /// A certificate of a CA; no server has a certificate of this CA.
 const CA: &[u8] = include_bytes!("../../../../common/openvpn/src/tls/tests/old-ca.pem");
 
+fn client() -> (Client, CancellationToken) {
+    let tls = ClientTls::new(CA, None, ServerCheck::default(), MinVersion::Tls12).unwrap();
+    let (tunnel, stop) = tunnel();
+    let client = Client {
+        tunnel,
+        settings: Settings::default(),
+        tls: Latest::fixed(Arc::new(tls)),
+        turn: Arc::new(Semaphore::new(1)),
+    };
+    (client, stop)
+}
+
 #[tokio::test(start_paused = true)]
 async fn connect_timeout_limits_the_wait_for_a_silent_server() {
     let silent = UdpSocket::bind("127.0.0.1:0").await.unwrap();
     let port = silent.local_addr().unwrap().port().to_string();
     let remote = Remote::new("127.0.0.1", Some(&port), None).unwrap();
-    let tls = ClientTls::new(CA, None, ServerCheck::default(), MinVersion::Tls12).unwrap();
-    let (tunnel, stop) = tunnel();
-    let mut client = Client {
-        tunnel,
-        settings: Settings::default(),
-        tls: Latest::fixed(Arc::new(tls)),
-    };
+    let (mut client, stop) = client();
     for (limit, expected) in [(Some(5), 5), (None, 60)] {
         client.settings.connect_timeout = limit.map(Duration::from_secs);
         let began = Instant::now();
         let attempt = client.attempt(&remote, 0, &stop).await.unwrap();
         assert_eq!(began.elapsed().as_secs(), expected);
         assert!(attempt.next && attempt.lived.is_none(), "{}", attempt.text);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn attempt_whose_file_hangs_blocks_nothing_and_names_the_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("passwords");
+    let made = std::process::Command::new("mkfifo").arg(&path).status();
+    assert!(made.unwrap().success());
+    let (mut client, stop) = client();
+    client.settings.credentials = Some(Material::File(path.clone()));
+    let remote = Remote::new("127.0.0.1", None, None).unwrap();
+    for is_stopped in [false, true] {
+        let end = async {
+            // A writer that does not wait can open the pipe only while a reader waits.
+            let writer = loop {
+                match pipe::OpenOptions::new().open_sender(&path) {
+                    Ok(writer) => break writer,
+                    Err(_) => tokio::task::yield_now().await,
+                }
+            };
+            match is_stopped {
+                true => stop.cancel(),
+                false => advance(PROMPT_READ).await,
+            }
+            writer
+        };
+        let (attempt, _writer) = tokio::join!(client.attempt(&remote, 0, &stop), end);
+        assert_eq!(attempt.is_none(), is_stopped);
+        if let Some(attempt) = attempt {
+            let expected = format!("cannot read {}: no answer within 10 s; ", path.display());
+            assert!(attempt.text.starts_with(&expected), "{}", attempt.text);
+        }
     }
 }
 

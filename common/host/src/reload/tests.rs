@@ -147,10 +147,11 @@ impl Lab {
         path
     }
 
-    fn follow(&mut self, files: &[&Path]) -> Latest<i64> {
+    async fn follow(&mut self, files: &[&Path]) -> Latest<i64> {
         let files = files.iter().map(|path| (*path).to_owned()).collect();
         self.reloader
             .follow(Set::Numbers, Numbers { files })
+            .await
             .unwrap()
     }
 
@@ -184,22 +185,24 @@ fn series(files: &str, ok: u32, failed: u32, is_in_use: u32) -> [String; 3] {
     ]
 }
 
-#[test]
-fn first_load_fails_with_the_error_of_the_set() {
+#[tokio::test]
+async fn first_load_fails_with_the_error_of_the_set() {
     let mut lab = Lab::new();
     let files = vec![lab.path("missing")];
-    let error = lab.reloader.follow(Set::Numbers, Numbers { files }).err();
+    let error = lab.reloader.follow(Set::Numbers, Numbers { files });
+    let error = error.await.err();
     assert!(error.unwrap().starts_with("unreadable: cannot read "));
     let files = vec![lab.write("text", "x")];
-    let error = lab.reloader.follow(Set::Numbers, Numbers { files }).err();
+    let error = lab.reloader.follow(Set::Numbers, Numbers { files });
+    let error = error.await.err();
     assert!(error.unwrap().starts_with("\"x\": "));
 }
 
-#[test]
-fn change_is_in_use_once_all_files_are_stable() {
+#[tokio::test]
+async fn change_is_in_use_once_all_files_are_stable() {
     let mut lab = Lab::new();
     let (one, two) = (lab.write("one", "1"), lab.write("two", "2"));
-    let latest = lab.follow(&[&one, &two]);
+    let latest = lab.follow(&[&one, &two]).await;
     assert_eq!(latest.get(), 3);
     lab.shows(0, 0, 1);
     lab.shows_expiry("1");
@@ -221,11 +224,11 @@ fn change_is_in_use_once_all_files_are_stable() {
     lab.shows_expiry("NaN");
 }
 
-#[test]
-fn unusable_content_leaves_the_last_value_and_counts_once_per_reason() {
+#[tokio::test]
+async fn unusable_content_leaves_the_last_value_and_counts_once_per_reason() {
     let mut lab = Lab::new();
     let one = lab.write("one", "1");
-    let latest = lab.follow(&[&one]);
+    let latest = lab.follow(&[&one]).await;
     for (text, failed) in [("x", 1), ("y", 2)] {
         lab.write("one", text);
         lab.check(6);
@@ -258,7 +261,7 @@ async fn unchanged_files_are_loaded_again_10_s_after_a_failure() {
         failures: Arc::clone(&failures),
         loads: Arc::clone(&loads),
     };
-    let latest = lab.reloader.follow(Set::Numbers, set).unwrap();
+    let latest = lab.reloader.follow(Set::Numbers, set).await.unwrap();
     assert_eq!(latest.get(), 1);
     failures.store(2, Relaxed);
     lab.write("one", "2");
@@ -276,12 +279,12 @@ async fn unchanged_files_are_loaded_again_10_s_after_a_failure() {
     lab.shows(1, 1, 1);
 }
 
-#[test]
-fn references_of_the_first_file_are_followed() {
+#[tokio::test]
+async fn references_of_the_first_file_are_followed() {
     let mut lab = Lab::new();
     let (a, b) = (lab.write("a", "10"), lab.write("b", "20"));
     let one = lab.write("one", &format!("1\n{}\n", a.display()));
-    let latest = lab.follow(&[&one]);
+    let latest = lab.follow(&[&one]).await;
     assert_eq!(latest.get(), 11);
     lab.write("a", "11");
     lab.check(2);
@@ -304,7 +307,7 @@ fn references_of_the_first_file_are_followed() {
 async fn running_reloader_publishes_changes_until_the_shutdown() {
     let mut lab = Lab::new();
     let one = lab.write("one", "1");
-    let mut latest = lab.follow(&[&one]);
+    let mut latest = lab.follow(&[&one]).await;
     let stop = CancellationToken::new();
     let task = tokio::spawn(lab.reloader.run(stop.clone()));
     std::fs::write(&one, "2").unwrap();
@@ -319,7 +322,7 @@ async fn running_reloader_publishes_changes_until_the_shutdown() {
 async fn a_file_that_cannot_be_read_in_time_blocks_nothing() {
     let mut lab = Lab::new();
     let one = lab.write("one", "1");
-    let latest = lab.follow(&[&one]);
+    let latest = lab.follow(&[&one]).await;
     std::fs::remove_file(&one).unwrap();
     // A reader of a pipe waits for the first writer.
     mkfifoat(CWD, &one, Mode::RUSR | Mode::WUSR).unwrap();
@@ -353,6 +356,25 @@ async fn a_file_that_cannot_be_read_in_time_blocks_nothing() {
     assert_eq!(latest.get(), 1);
 }
 
+#[tokio::test]
+async fn first_load_that_hangs_blocks_nothing() {
+    let mut lab = Lab::new();
+    let (begun, mut is_begun) = tokio::sync::mpsc::unbounded_channel();
+    let (allow, allowed) = std::sync::mpsc::channel();
+    let set = Hanging {
+        file: lab.write("file", "1"),
+        begun,
+        allowed,
+    };
+    let mut following = std::pin::pin!(lab.reloader.follow(Set::Hanging, set));
+    tokio::select! {
+        _ = &mut following => unreachable!("the load has not ended"),
+        begun = is_begun.recv() => begun.unwrap(),
+    }
+    allow.send(()).unwrap();
+    assert!(following.await.is_ok());
+}
+
 #[tokio::test(start_paused = true)]
 async fn hanging_check_stops_no_other_set_and_counts_as_a_failed_reload() {
     let mut lab = Lab::new();
@@ -366,9 +388,9 @@ async fn hanging_check_stops_no_other_set_and_counts_as_a_failed_reload() {
         allowed,
     };
     // The hanging set is checked first.
-    let mut hanging = lab.reloader.follow(Set::Hanging, set).unwrap();
+    let mut hanging = lab.reloader.follow(Set::Hanging, set).await.unwrap();
     is_begun.recv().await.unwrap();
-    let mut latest = lab.follow(&[&one]);
+    let mut latest = lab.follow(&[&one]).await;
     let registry = lab.registry.clone();
     let shows = async |ok, failed, is_in_use| {
         let series = series("hanging", ok, failed, is_in_use);

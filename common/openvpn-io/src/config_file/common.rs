@@ -69,6 +69,12 @@ pub struct Common {
 const LINK_OVERHEAD: u16 = 123;
 
 impl Common {
+    /// Returns the key that wraps control packets.
+    pub fn wrap_key(&self) -> Option<&Material> {
+        let auth = self.tls_auth.as_ref().map(|auth| &auth.key);
+        self.tls_crypt.as_ref().or(auth)
+    }
+
     /// Overrides `tls-auth` of the file with the flags: a key, and the value of `--openvpn-key-direction`.
     /// Empty flags change nothing.
     pub fn lay_tls_auth(&mut self, key: Option<Material>, direction: &str, p: &mut Problems) {

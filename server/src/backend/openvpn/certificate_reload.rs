@@ -132,7 +132,7 @@ mod tests {
         server.common.key = Some(Material::File(path("key")));
         let mut reloader = Reloader::new(&Registry::new(&[]).unwrap());
         let material = TlsMaterial::new(&server).unwrap();
-        let latest = reloader.follow(Files::Openvpn, material).unwrap();
+        let latest = reloader.follow(Files::Openvpn, material).await.unwrap();
         let first = latest.get();
         let config = Arc::new(ServerConfig::new(Transport::Tcp, first.clone()));
         let sender = watch::Sender::new(config);
@@ -185,13 +185,13 @@ mod tests {
         server.crl = file("crl", "");
         let registry = Registry::new(&[]).unwrap();
         let mut reloader = Reloader::new(&registry);
-        let mut follow = |server: &Server| {
+        let mut follow = async |server: &Server| {
             let material = TlsMaterial::new(server).unwrap();
-            reloader.follow(Files::Openvpn, material)
+            reloader.follow(Files::Openvpn, material).await
         };
-        assert!(follow(&server).is_err());
+        assert!(follow(&server).await.is_err());
         file("crl", &crl(1));
-        let latest = follow(&server).unwrap();
+        let latest = follow(&server).await.unwrap();
         let first = latest.get();
         let expiry = rcgen::date_time_ymd(2999, 1, 1).unix_timestamp();
         let shown = format!("files=\"openvpn\",certificate=\"crl\"}} {expiry}");

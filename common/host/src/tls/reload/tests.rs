@@ -56,14 +56,15 @@ impl Lab {
         std::fs::copy(&pair.key, self.path("key")).unwrap();
     }
 
-    fn server(&mut self) -> ServerTls {
+    async fn server(&mut self) -> ServerTls {
         let ca = self.path("ca");
         let (cert, key) = (self.path("cert"), self.path("key"));
         let set = ServerFiles::new(&cert, &key, Some(&ca), H2, &TlsOptions::default());
-        self.reloader.follow(Set::Ours, set.unwrap()).unwrap()
+        let followed = self.reloader.follow(Set::Ours, set.unwrap()).await;
+        followed.unwrap()
     }
 
-    fn client(&mut self) -> ClientTls {
+    async fn client(&mut self) -> ClientTls {
         let (cert, key) = (self.path("cert"), self.path("key"));
         let set = ClientFiles::new(
             &self.path("ca"),
@@ -71,7 +72,8 @@ impl Lab {
             H2,
             &TlsOptions::default(),
         );
-        self.reloader.follow(Set::Ours, set.unwrap()).unwrap()
+        let followed = self.reloader.follow(Set::Ours, set.unwrap()).await;
+        followed.unwrap()
     }
 
     fn check(&mut self) {
@@ -89,8 +91,9 @@ impl Lab {
 }
 
 /// Returns a fixed client that has a certificate of `from` and trusts `trusted`.
-fn client_of(from: &Authority, trusted: &Authority) -> Arc<ClientConfig> {
-    Lab::new(&[trusted], &from.leaf("client")).client().get()
+async fn client_of(from: &Authority, trusted: &Authority) -> Arc<ClientConfig> {
+    let mut lab = Lab::new(&[trusted], &from.leaf("client"));
+    lab.client().await.get()
 }
 
 async fn is_accepted(server: &ServerTls, client: &Arc<ClientConfig>) -> bool {
@@ -102,22 +105,22 @@ async fn is_accepted(server: &ServerTls, client: &Arc<ClientConfig>) -> bool {
 async fn ca_rotation_of_a_server_never_refuses_a_valid_client() {
     let (old, new) = (Authority::new("old"), Authority::new("new"));
     let mut lab = Lab::new(&[&old], &old.leaf("server"));
-    let server = lab.server();
-    let (of_old, of_new) = (client_of(&old, &old), client_of(&new, &new));
+    let server = lab.server().await;
+    let (of_old, of_new) = (client_of(&old, &old).await, client_of(&new, &new).await);
     assert!(is_accepted(&server, &of_old).await);
     assert!(!is_accepted(&server, &of_new).await);
     // Both CAs sign clients; the server still has its old certificate.
     lab.trust(&[&old, &new]);
     lab.check();
     assert!(is_accepted(&server, &of_old).await);
-    assert!(is_accepted(&server, &client_of(&new, &old)).await);
+    assert!(is_accepted(&server, &client_of(&new, &old).await).await);
     lab.pair(&new.leaf("server"));
     lab.check();
     assert!(is_accepted(&server, &of_new).await);
     lab.trust(&[&new]);
     lab.check();
     assert!(is_accepted(&server, &of_new).await);
-    let outcome = handshake(server.get(), client_of(&old, &new)).await;
+    let outcome = handshake(server.get(), client_of(&old, &new).await).await;
     let advice = outcome.server_advice();
     assert!(advice.contains("signed by a CA that is not in our CA bundle"));
     assert_eq!(
@@ -131,7 +134,7 @@ async fn client_of_a_removed_ca_cannot_resume_its_session() {
     let (old, new) = (Authority::new("old"), Authority::new("new"));
     for version in [&TLS12, &TLS13] {
         let mut lab = Lab::new(&[&old], &old.leaf("server"));
-        let server = lab.server();
+        let server = lab.server().await;
         // The client trusts the server throughout, and keeps its store of sessions.
         let client = lab_client(&old, version);
         for _ in 0..2 {
@@ -191,7 +194,7 @@ async fn client_resumes_no_session_of_a_server_with_tickets() {
     let server = Arc::new(server);
 
     let mut lab = Lab::new(&[&old], &old.leaf("client"));
-    let client = lab.client();
+    let client = lab.client().await;
     for _ in 0..2 {
         let outcome = handshake(server.clone(), client.get()).await;
         outcome.client.unwrap();
@@ -214,8 +217,8 @@ async fn files_that_do_not_fit_together_leave_the_last_good_set_in_use() {
     let ca = Authority::new("ca");
     let other = ca.leaf("other");
     let mut lab = Lab::new(&[&ca], &ca.leaf("server"));
-    let server = lab.server();
-    let client = client_of(&ca, &ca);
+    let server = lab.server().await;
+    let client = client_of(&ca, &ca).await;
     let first = server.get();
     let text = read(&other.cert);
     for half in [
@@ -262,8 +265,8 @@ async fn secret_that_kubernetes_swaps_is_followed() {
         std::fs::remove_file(lab.path(name)).unwrap();
         std::os::unix::fs::symlink(format!("..data/{name}"), lab.path(name)).unwrap();
     }
-    let server = lab.server();
-    let (of_old, of_new) = (client_of(&old, &old), client_of(&new, &new));
+    let server = lab.server().await;
+    let (of_old, of_new) = (client_of(&old, &old).await, client_of(&new, &new).await);
     assert!(is_accepted(&server, &of_old).await);
     swap(&lab, "..2");
     std::fs::remove_dir_all(lab.path("..1")).unwrap();
@@ -282,7 +285,7 @@ async fn settings_are_the_same_after_a_reload() {
     };
     let (cert, key) = (lab.path("cert"), lab.path("key"));
     let set = ServerFiles::new(&cert, &key, None, &[b"one", b"h2"], &options).unwrap();
-    let server = lab.reloader.follow(Set::Ours, set).unwrap();
+    let server = lab.reloader.follow(Set::Ours, set).await.unwrap();
     let first = server.get();
     lab.pair(&ca.leaf("renewed"));
     lab.check();
@@ -294,14 +297,14 @@ async fn settings_are_the_same_after_a_reload() {
         first.crypto_provider(),
         second.crypto_provider()
     ));
-    let outcome = handshake(second.clone(), client_of(&ca, &ca)).await;
+    let outcome = handshake(second.clone(), client_of(&ca, &ca).await).await;
     assert_eq!(outcome.client.unwrap().unwrap(), b"h2");
     let outcome = handshake(second, lab_client(&ca, &TLS12)).await;
     assert!(outcome.server_advice().contains("no TLS version in common"));
 }
 
-#[test]
-fn expiry_is_that_of_the_first_certificate_to_expire() {
+#[tokio::test]
+async fn expiry_is_that_of_the_first_certificate_to_expire() {
     let ca = Authority::new("ca");
     let until = |name: &str, year| {
         let mut params = CertificateParams::new(vec!["localhost".into()]).unwrap();
@@ -310,7 +313,7 @@ fn expiry_is_that_of_the_first_certificate_to_expire() {
     };
     let (late, early) = (until("late", 2050), until("early", 2040));
     let mut lab = Lab::new(&[&ca], &late);
-    lab.server();
+    lab.server().await;
     assert_eq!(lab.expiry("own"), "2524608000");
     // The second certificate of the chain expires earlier.
     std::fs::write(
@@ -324,8 +327,8 @@ fn expiry_is_that_of_the_first_certificate_to_expire() {
     assert_eq!(lab.expiry("ca"), "67090118400");
 }
 
-#[test]
-fn expired_certificate_does_not_replace_a_valid_one() {
+#[tokio::test]
+async fn expired_certificate_does_not_replace_a_valid_one() {
     let ca = Authority::new("ca");
     let until = |name: &str, year| {
         let mut params = CertificateParams::new(vec!["localhost".into()]).unwrap();
@@ -334,7 +337,7 @@ fn expired_certificate_does_not_replace_a_valid_one() {
     };
     let (valid, old, older) = (until("a", 2050), until("b", 2021), until("c", 2020));
     let mut lab = Lab::new(&[&ca], &older);
-    let server = lab.server();
+    let server = lab.server().await;
     let mut before = server.get();
     // A restored backup, and a chain with an expired certificate that peers may not need.
     let chain = [read(&valid.cert), read(&older.cert)].concat();
@@ -349,28 +352,29 @@ fn expired_certificate_does_not_replace_a_valid_one() {
     }
 }
 
-#[test]
-fn missing_files_are_reported_like_at_the_first_load() {
+#[tokio::test]
+async fn missing_files_are_reported_like_at_the_first_load() {
     let ca = Authority::new("ca");
     let mut lab = Lab::new(&[&ca], &ca.leaf("server"));
     std::fs::remove_file(lab.path("ca")).unwrap();
     let paths = ["cert", "key", "ca"].map(|name| lab.path(name));
-    let mut follow = || {
+    let mut follow = async || {
         let [cert, key, ca] = &paths;
         let set = ServerFiles::new(cert, key, Some(ca), H2, &TlsOptions::default()).unwrap();
         lab.reloader
             .follow(Set::Ours, set)
+            .await
             .err()
             .unwrap()
             .to_string()
     };
-    let error = follow();
+    let error = follow().await;
     assert!(
         error.starts_with("failed to load CA cert: cannot read "),
         "{error}"
     );
     std::fs::remove_file(&paths[0]).unwrap();
-    let error = follow();
+    let error = follow().await;
     assert!(
         error.starts_with("cannot read ") && error.contains("is mounted"),
         "{error}"
