@@ -2,6 +2,7 @@
 
 use std::net::Ipv4Addr;
 use std::sync::Arc;
+use std::task::Context;
 
 use culvert_host::reload::Latest;
 use culvert_openvpn::control::push;
@@ -123,7 +124,7 @@ impl Role for ClientRole {
         }
     }
 
-    fn turn(&mut self, session: &mut Session) {
+    fn turn(&mut self, session: &mut Session, _cx: &mut Context<'_>) {
         if let Some(newer) = self.tls.take_change() {
             session.set_authorities(&newer);
         }

@@ -27,7 +27,7 @@ const BATCHES: usize = 4;
 /// Decisions of a role about one peer. The methods must not block.
 pub trait Role: Send {
     /// Handles an event of the session. A server answers [`Event::Authenticated`] with `accept` or `reject`
-    /// of the session. Both roles create the peer's streams at [`Event::Established`].
+    /// of the session, also in a later turn. Both roles create the peer's streams at [`Event::Established`].
     fn event(
         &mut self,
         event: Event,
@@ -44,9 +44,10 @@ pub trait Role: Send {
         drop(incoming);
     }
 
-    /// Runs before each turn. Both roles use it to update certificates.
-    fn turn(&mut self, session: &mut Session) {
-        let _ = session;
+    /// Runs before each turn, to update certificates and to make decisions that wait for a file. Wakes the task of `cx` for
+    /// another turn.
+    fn turn(&mut self, session: &mut Session, cx: &mut Context<'_>) {
+        let _ = (session, cx);
     }
 
     /// Reports the counters: about once a second while there is traffic, and at the end.
@@ -152,7 +153,7 @@ impl<R: Role> Link<R> {
     /// Runs one turn. Ready after progress, when there may be more work.
     fn poll_turn(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), WireError>> {
         let mut active = false;
-        self.role.turn(&mut self.session);
+        self.role.turn(&mut self.session, cx);
         // Every packet of the peer may need an acknowledgement. A peer that reads nothing is not read either.
         if self.wire.has_control_room() {
             match self.wire.poll_fill(self.streams.is_some(), cx) {

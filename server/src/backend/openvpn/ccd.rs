@@ -1,11 +1,16 @@
 //! The per-client files of the client-config-dir, looked up by the common name of the client's certificate.
 
+use std::fs::{File, Metadata};
 use std::io::{self, Read as _};
 use std::net::Ipv4Addr;
 use std::path::Path;
+use std::sync::Arc;
 
+use culvert_host::file_follower::{PROMPT_READ, read_until, too_slow};
 use culvert_openvpn_io::config_file::lexer::{self, Directive};
 use ipnet::Ipv4Net;
+use tokio::sync::Semaphore;
+use tokio::time::Instant;
 
 /// Name of the file for clients without their own file.
 const DEFAULT: &str = "DEFAULT";
@@ -43,6 +48,24 @@ pub enum PushChange {
 }
 
 impl ClientConfig {
+    /// As [`find`](Self::find), on a thread of its own. Reads with the same `turn`, a semaphore with one permit, wait for
+    /// each other.
+    ///
+    /// # Errors
+    /// As [`find`](Self::find), and after [`PROMPT_READ`].
+    pub async fn read(
+        directory: &Path,
+        common_name: &str,
+        turn: &Arc<Semaphore>,
+    ) -> Result<Option<Self>, String> {
+        let (owned, name) = (directory.to_owned(), common_name.to_owned());
+        let find = move || Self::find(&owned, &name);
+        let found = read_until(Instant::now() + PROMPT_READ, turn, find).await;
+        let path = directory.join(file_name(common_name));
+        let found = found.ok_or_else(|| too_slow(path.display(), PROMPT_READ))?;
+        found.map_err(|error| error.to_string())
+    }
+
     /// Reads a client's file, or the file DEFAULT if the client has no file.
     ///
     /// # Errors
@@ -51,7 +74,12 @@ impl ClientConfig {
         for name in [file_name(common_name), DEFAULT.to_owned()] {
             let path = directory.join(&name);
             let mut text = String::new();
-            match std::fs::File::open(&path) {
+            // The open of a pipe would wait for the other end.
+            let open = |file: Metadata| match file.is_file() {
+                true => File::open(&path),
+                false => Err(io::Error::other("not a regular file")),
+            };
+            match std::fs::metadata(&path).and_then(open) {
                 Ok(file) => {
                     let read = file.take(MAX_BYTES).read_to_string(&mut text);
                     read.map_err(|error| at(&path, &error))?;
@@ -213,6 +241,31 @@ up /bin/true
         }
         assert!(find(".").unwrap().disabled);
         std::fs::create_dir(dir.path().join("folder")).unwrap();
-        assert!(ClientConfig::find(dir.path(), "folder").is_err());
+        let pipe = std::process::Command::new("mkfifo")
+            .arg(dir.path().join("pipe"))
+            .status();
+        assert!(pipe.unwrap().success());
+        for name in ["folder", "pipe"] {
+            let error = ClientConfig::find(dir.path(), name)
+                .unwrap_err()
+                .to_string();
+            assert!(
+                error.ends_with(&format!("/{name}: not a regular file")),
+                "{error}"
+            );
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn file_that_cannot_be_read_in_time_is_named() {
+        // An earlier read hangs.
+        let turn = Arc::new(Semaphore::new(0));
+        let error = ClientConfig::read(Path::new("/ccd"), "a/b", &turn)
+            .await
+            .unwrap_err();
+        assert!(
+            error.starts_with("reading /ccd/a_b takes more than 10 s; "),
+            "{error}"
+        );
     }
 }

@@ -22,6 +22,7 @@ use culvert_openvpn_io::stream::Peer;
 use culvert_openvpn_io::{Moment, now};
 use ipnet::Ipv4Net;
 use parking_lot::Mutex;
+use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
@@ -45,6 +46,8 @@ pub(super) struct Clients {
     settings: Settings,
     pool: Arc<Pool>,
     pub(super) metrics: Arc<OpenvpnMetrics>,
+    /// Permit to read a file in client-config-dir.
+    turn: Arc<Semaphore>,
     state: Mutex<State>,
 }
 
@@ -131,6 +134,7 @@ impl Clients {
             settings,
             pool,
             metrics,
+            turn: Arc::new(Semaphore::new(1)),
             state: Mutex::new(State {
                 last: 0,
                 clients: BTreeMap::new(),
@@ -145,14 +149,29 @@ impl Clients {
         self.pool.server()
     }
 
-    /// Admits or refuses a client with a valid certificate. The registry fires `kick` to end the client
-    /// later.
+    /// Reads the file of a client in client-config-dir. Returns `None` if the client has no file.
+    ///
+    /// # Errors
+    /// As [`ClientConfig::read`].
+    pub(super) async fn file(
+        self: Arc<Self>,
+        name: String,
+    ) -> Result<Option<ClientConfig>, String> {
+        match &self.settings.server.client_config_dir {
+            Some(directory) => ClientConfig::read(directory, &name, &self.turn).await,
+            None => Ok(None),
+        }
+    }
+
+    /// Admits or refuses a client with a valid certificate. `file` is the result of [`Self::file`]. The registry fires
+    /// `kick` to end the client later.
     ///
     /// # Errors
     /// Fails if the client is refused.
     pub(super) fn admit(
         self: &Arc<Self>,
         client: &Authenticated,
+        file: Result<Option<ClientConfig>, String>,
         remote: SocketAddr,
         transport: Transport,
         kick: CancellationToken,
@@ -168,13 +187,10 @@ impl Clients {
             Refused { reason, told }
         };
         let name = client.identity.common_name.clone();
-        let file = match &rules.client_config_dir {
-            Some(directory) => ClientConfig::find(directory, &name).map_err(|error| {
-                let why = format!("the client's file in client-config-dir cannot be read: {error}");
-                later(why, "the server cannot read its files")
-            })?,
-            None => None,
-        };
+        let file = file.map_err(|error| {
+            let why = format!("the client's file in client-config-dir cannot be read: {error}");
+            later(why, "the server cannot read its files")
+        })?;
         if rules.ccd_exclusive && file.is_none() {
             let reason = "the client has no file in client-config-dir, and ccd-exclusive is set";
             return Err(Refused::because(reason));

@@ -1,7 +1,9 @@
 //! The server's decisions for one client, for both transports.
 
 use std::net::{Ipv4Addr, SocketAddr};
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 
 use culvert_host::net::admission::Candidate;
 use culvert_openvpn::flows::{self, Input, Pace};
@@ -10,15 +12,16 @@ use culvert_openvpn::options::Transport;
 use culvert_openvpn::session::{
     Authenticated, Ended, Established, Event, Push, ServerConfig, Session, Stats,
 };
-use culvert_openvpn_io::Moment;
 use culvert_openvpn_io::link::Role;
 use culvert_openvpn_io::metrics::Counters;
 use culvert_openvpn_io::streams::Streams;
+use culvert_openvpn_io::{Moment, now};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
 use super::CONNECT_TIMEOUT;
+use super::ccd::ClientConfig;
 use super::clients::{Admission, Clients};
 use super::metrics::Handshake;
 
@@ -30,6 +33,8 @@ pub(super) struct Client {
     kick: CancellationToken,
     /// Slot among the half-open connections.
     candidate: Option<Arc<Candidate>>,
+    /// Client with a valid certificate whose file is not read yet.
+    waiting: Option<Waiting>,
     admission: Option<Admission>,
     established: bool,
     /// Set when the reason of a refusal was already logged.
@@ -38,6 +43,14 @@ pub(super) struct Client {
     config: Option<watch::Receiver<Arc<ServerConfig>>>,
     counters: Counters,
 }
+
+/// A client, and the read of its file.
+struct Waiting {
+    client: Box<Authenticated>,
+    file: Pin<Box<dyn Future<Output = ClientFile> + Send>>,
+}
+
+type ClientFile = Result<Option<ClientConfig>, String>;
 
 impl Client {
     /// Creates the state of a client that has not authenticated. The registry fires `kick` to end the client.
@@ -56,6 +69,7 @@ impl Client {
             transport,
             kick,
             candidate,
+            waiting: None,
             admission: None,
             established: false,
             refused: false,
@@ -76,9 +90,12 @@ impl Client {
     }
 
     /// Admits or refuses a client with a valid certificate.
-    fn decide(&mut self, client: &Authenticated, session: &mut Session, now: Moment) {
-        let (remote, kick) = (self.remote, self.kick.clone());
-        match self.clients.admit(client, remote, self.transport, kick) {
+    fn decide(&mut self, client: &Authenticated, file: ClientFile, session: &mut Session) {
+        let (remote, kick, now) = (self.remote, self.kick.clone(), now());
+        match self
+            .clients
+            .admit(client, file, remote, self.transport, kick)
+        {
             Ok(admission) => {
                 let options = admission.push.clone();
                 self.admission = Some(admission);
@@ -154,6 +171,8 @@ impl Client {
     }
 
     fn ended(&mut self, ended: &Ended) {
+        // A client that has left must not be admitted: it would replace another client of its name.
+        self.waiting = None;
         let remote = self.remote;
         if self.established {
             let client = self.name();
@@ -198,6 +217,11 @@ impl Client {
         }
     }
 
+    /// Returns true if the client waits for the read of its file.
+    pub(super) fn is_waiting(&self) -> bool {
+        self.waiting.is_some()
+    }
+
     /// Returns true if the client never connected and no failure was logged yet.
     pub(super) fn is_untold(&self) -> bool {
         !self.established
@@ -224,18 +248,31 @@ impl Role for Client {
     fn event(
         &mut self,
         event: Event,
-        session: &mut Session,
+        _session: &mut Session,
         streams: &mut Option<Streams>,
         now: Moment,
     ) {
-        match &event {
-            Event::Authenticated(client) => self.decide(client, session, now),
-            Event::Established(agreed) => *streams = self.established(agreed, now),
-            other => self.note(other),
+        match event {
+            Event::Authenticated(client) => {
+                let file = self
+                    .clients
+                    .clone()
+                    .file(client.identity.common_name.clone());
+                let file = Box::pin(file);
+                self.waiting = Some(Waiting { client, file });
+            }
+            Event::Established(agreed) => *streams = self.established(&agreed, now),
+            other => self.note(&other),
         }
     }
 
-    fn turn(&mut self, session: &mut Session) {
+    fn turn(&mut self, session: &mut Session, cx: &mut Context<'_>) {
+        if let Some(waiting) = &mut self.waiting
+            && let Poll::Ready(file) = waiting.file.as_mut().poll(cx)
+            && let Some(Waiting { client, .. }) = self.waiting.take()
+        {
+            self.decide(&client, file, session);
+        }
         if let Some(config) = &mut self.config
             && config.has_changed().unwrap_or(false)
         {
@@ -281,12 +318,14 @@ impl Role for Client {
 mod tests {
     #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
+    use std::future::poll_fn;
+
     use culvert_openvpn::flows::{Closed, Unreachable};
     use culvert_openvpn::ip::{self, Sum};
-    use culvert_openvpn_io::now;
     use culvert_openvpn_io::stream::Broken;
 
-    use super::super::clients::tests::World;
+    use super::super::clients::tests::{World, authenticated};
+    use super::super::listen::tests::server_config;
     use super::*;
 
     /// Returns an ICMP message to the server: type and code, 4 more bytes of the header, and a body.
@@ -309,6 +348,31 @@ mod tests {
             true
         });
         packets
+    }
+
+    #[tokio::test]
+    async fn client_is_admitted_once_its_file_is_read() {
+        let world = World::new(|_| {});
+        world.file("user", "iroute 172.25.0.0 255.255.0.0\n");
+        let remote = "192.0.2.1:1000".parse().unwrap();
+        let (clients, kick) = (world.clients.clone(), CancellationToken::new());
+        let mut client = Client::new(clients, remote, Transport::Tcp, kick, None);
+        let config = server_config(Transport::Tcp);
+        let mut session = Session::server(Arc::new(config), 0, now());
+        let event = Event::Authenticated(Box::new(authenticated("user", "")));
+        client.event(event, &mut session, &mut None, now());
+        // The event reads no file: the read may hang.
+        assert!(client.is_waiting() && client.admission.is_none());
+        poll_fn(|cx| {
+            client.turn(&mut session, cx);
+            match client.is_waiting() {
+                true => Poll::Pending,
+                false => Poll::Ready(()),
+            }
+        })
+        .await;
+        let admission = client.admission.unwrap();
+        assert_eq!(admission.iroutes[0].to_string(), "172.25.0.0/16");
     }
 
     /// The address of a router between the client and the target is neither the client's own nor in its networks.

@@ -135,6 +135,7 @@ impl Udp {
         self.events(now);
         let sent = self.send(now, cx);
         self.work(now);
+        active |= self.decide(now, cx);
         if self.clock.take_report(now) {
             self.report();
         }
@@ -236,6 +237,20 @@ impl Udp {
             }
             (None, _) => {}
         }
+    }
+
+    /// Decides about clients whose file has been read. Returns true after a decision.
+    fn decide(&mut self, now: Moment, cx: &mut Context<'_>) -> bool {
+        let mut has_decided = false;
+        for (peer, member) in &mut self.members {
+            let client = &mut member.client;
+            if client.is_waiting() {
+                self.hub
+                    .with(*peer, now, |session| client.turn(session, cx));
+                has_decided |= !client.is_waiting();
+            }
+        }
+        has_decided
     }
 
     fn work(&mut self, now: Moment) {

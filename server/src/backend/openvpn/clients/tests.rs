@@ -32,6 +32,20 @@ pub(in super::super) fn settings() -> Settings {
     }
 }
 
+/// Returns a client with a valid certificate. `lines` are its peer-info.
+pub(in super::super) fn authenticated(name: &str, lines: &str) -> Authenticated {
+    Authenticated {
+        identity: PeerIdentity {
+            common_name: name.to_owned(),
+            subject: format!("CN={name}"),
+            fingerprint: [0; 32],
+        },
+        peer_info: PeerInfo::parse(lines),
+        username: String::new(),
+        password: String::new(),
+    }
+}
+
 pub(in super::super) struct World {
     directory: TempDir,
     pub(in super::super) clients: Arc<Clients>,
@@ -70,20 +84,14 @@ impl World {
     }
 
     fn admit_as(&self, name: &str, lines: &str) -> Result<(Admission, CancellationToken), Refused> {
-        let client = Authenticated {
-            identity: PeerIdentity {
-                common_name: name.to_owned(),
-                subject: format!("CN={name}"),
-                fingerprint: [0; 32],
-            },
-            peer_info: PeerInfo::parse(lines),
-            username: String::new(),
-            password: String::new(),
-        };
+        let client = authenticated(name, lines);
+        let directory = self.clients.settings.server.client_config_dir.as_ref();
+        let file = directory.map(|directory| ClientConfig::find(directory, name));
+        let file = file.unwrap_or(Ok(None)).map_err(|error| error.to_string());
         let kick = CancellationToken::new();
         let remote = "192.0.2.1:1000".parse().unwrap();
         self.clients
-            .admit(&client, remote, Transport::Tcp, kick.clone())
+            .admit(&client, file, remote, Transport::Tcp, kick.clone())
             .map(|admission| (admission, kick))
     }
 
