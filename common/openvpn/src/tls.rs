@@ -10,6 +10,7 @@
 mod certificate;
 mod channel;
 mod error;
+mod revocation;
 mod verify;
 
 use std::net::Ipv4Addr;
@@ -118,10 +119,10 @@ fn revocation_lists(pem: &[u8]) -> Result<Vec<CertificateRevocationListDer<'stat
 /// means any CA: the request has a 16-bit length, and rustls would send a malformed one.
 const MAX_HINTS: usize = 32 << 10;
 
-/// Parses the PEM file `ca`.
-fn roots(pem: &[u8]) -> Result<Arc<RootCertStore>, ConfigError> {
+/// Creates the store of CAs.
+fn store(certificates: Vec<CertificateDer<'static>>) -> Result<Arc<RootCertStore>, ConfigError> {
     let mut store = RootCertStore::empty();
-    for certificate in certificates("CA", pem)? {
+    for certificate in certificates {
         store
             .add(certificate)
             .map_err(|error| ConfigError::Authority(error.to_string()))?;
@@ -156,33 +157,39 @@ impl ServerTls {
     ) -> Result<Self, ConfigError> {
         let provider = Arc::new(default_provider());
         let crls = crl.map(revocation_lists).transpose()?.unwrap_or_default();
-        // Like OpenVPN's crl-verify: certificates of a CA without a CRL are accepted.
-        let roots = roots(ca)?;
-        let names: usize = roots
-            .subjects()
-            .iter()
-            .map(|name| name.as_ref().len())
-            .sum();
-        let mut webpki = WebPkiClientVerifier::builder_with_provider(roots, provider.clone());
-        if names > MAX_HINTS {
-            webpki = webpki.clear_root_hint_subjects();
-        }
-        let webpki = webpki
-            .with_crls(crls)
-            .allow_unknown_revocation_status()
-            // As in OpenSSL: an expired CRL does not list clients revoked after its issue.
-            .enforce_revocation_expiration()
-            .build()
-            .map_err(|error| match error {
+        let algorithms = provider.signature_verification_algorithms;
+        let groups = revocation::groups(certificates("CA", ca)?, &crls, algorithms);
+        let authorities = groups.iter().flat_map(|group| group.authorities.clone());
+        let authorities = authorities.collect();
+        let webpki = groups.into_iter().map(|group| {
+            let roots = store(group.roots)?;
+            let names = roots.subjects();
+            let names: usize = names.iter().map(|name| name.as_ref().len()).sum();
+            let mut webpki = WebPkiClientVerifier::builder_with_provider(roots, provider.clone());
+            if names > MAX_HINTS {
+                webpki = webpki.clear_root_hint_subjects();
+            }
+            // Like OpenVPN's crl-verify: certificates of a CA without a CRL are accepted.
+            let webpki = webpki
+                .with_crls(group.crls)
+                .allow_unknown_revocation_status()
+                // As in OpenSSL: an expired CRL does not list clients revoked after its issue.
+                .enforce_revocation_expiration()
+                .build();
+            webpki.map_err(|error| match error {
                 VerifierBuilderError::InvalidCrl(_) => ConfigError::Crl(error.to_string()),
                 error => ConfigError::Authority(error.to_string()),
-            })?;
+            })
+        });
+        let webpki = webpki.collect::<Result<_, _>>()?;
         Ok(Self {
             provider,
             min_version,
             identity,
             verifier: ClientVerifier {
                 webpki,
+                authorities,
+                algorithms,
                 require_usage,
                 refused: Refused::default(),
             },
@@ -232,7 +239,7 @@ impl ClientTls {
     ) -> Result<Self, ConfigError> {
         let provider = Arc::new(default_provider());
         let verifier = ServerVerifier {
-            roots: roots(ca)?,
+            roots: store(certificates("CA", ca)?)?,
             check,
             algorithms: provider.signature_verification_algorithms,
             refused: Refused::default(),

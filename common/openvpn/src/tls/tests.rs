@@ -9,6 +9,8 @@ use rcgen::{
     DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, KeyIdMethod, KeyPair,
     KeyUsagePurpose, RevokedCertParams, SerialNumber,
 };
+use rustls::server::danger::ClientCertVerifier as _;
+use rustls_pki_types::UnixTime;
 
 use super::*;
 use crate::Role;
@@ -56,13 +58,24 @@ impl Pki {
         Self::named("CA")
     }
 
-    pub(crate) fn named(name: &str) -> Self {
+    fn params(name: &str) -> CertificateParams {
         let mut params = CertificateParams::default();
         params.distinguished_name = DistinguishedName::new();
         params.distinguished_name.push(DnType::CommonName, name);
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+        params
+    }
+
+    pub(crate) fn named(name: &str) -> Self {
+        let params = Self::params(name);
         Self(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
+    }
+
+    /// Returns a certificate of another CA, signed by this CA, in PEM.
+    fn cross_sign(&self, other: &Self) -> String {
+        let params = Self::params("CA");
+        params.signed_by(other.0.key(), &self.0).unwrap().pem()
     }
 
     pub(crate) fn ca(&self) -> String {
@@ -214,4 +227,58 @@ fn unusable_files_are_named_in_the_error() {
     );
     let crl = b"-----BEGIN X509 CRL-----\n!\n-----END X509 CRL-----\n";
     assert!(server(PKI.ca().as_bytes(), Some(crl)).contains("CRL"));
+}
+
+/// In a rotation of a CA, both CAs often have one name.
+#[test]
+fn crl_of_a_ca_does_not_affect_another_ca_of_the_same_name() {
+    let [old, new, stranger] = [(); 3].map(|()| Pki::new());
+    let [of_old, of_new] = [&old, &new].map(|pki| [pki.client("good"), pki.client("bad")]);
+    let crls = [old.crl(&[&of_old[1]]), new.crl(&[&of_new[1]])];
+    let outcome = |crls: &[&String], pair: &Pair| {
+        let crls: String = crls.iter().copied().cloned().collect();
+        let ca = Pki::named("another CA").ca() + &old.ca() + &new.ca();
+        let (identity, version) = (PKI.server().identity(), MinVersion::Tls12);
+        let tls = ServerTls::new(
+            ca.as_bytes(),
+            Some(crls.as_bytes()),
+            identity,
+            version,
+            false,
+        );
+        let verifier = tls.unwrap().verifier;
+        let names = verifier.root_hint_subjects();
+        assert!(!names.is_empty());
+        let chain = certificates("certificate", pair.certificate.as_bytes()).unwrap();
+        let verified = verifier.verify_client_cert(&chain[0], &chain[1..], UnixTime::now());
+        let refusal = || verifier.refused.get().unwrap().1.clone();
+        verified.map(drop).map_err(|_| refusal())
+    };
+    let revoked = Err("revoked by the CRL".to_owned());
+    let [crl_of_old, crl_of_new] = &crls;
+    for crls in [[crl_of_old, crl_of_new], [crl_of_new, crl_of_old]] {
+        for [good, bad] in [&of_old, &of_new] {
+            assert_eq!(outcome(&crls, good), Ok(()));
+            assert_eq!(outcome(&crls, bad), revoked);
+        }
+        let problem = outcome(&crls, &stranger.client("good")).unwrap_err();
+        assert!(problem.starts_with("not signed by our CA"), "{problem}");
+    }
+    // The other CA has no CRL.
+    for pair in of_new.iter().chain(&of_old[..1]) {
+        assert_eq!(outcome(&[crl_of_old], pair), Ok(()));
+    }
+    // A revoked client may send a second certificate of its CA, signed by the other CA.
+    let crossed = new.cross_sign(&old);
+    let [good, bad] = [0, 1].map(|index| Pair {
+        certificate: of_old[index].certificate.clone() + &crossed,
+        key: String::new(),
+    });
+    assert_eq!(outcome(&[crl_of_old], &good), Ok(()));
+    assert_eq!(outcome(&[crl_of_old], &bad), revoked);
+    // A CRL that none of the CAs signed may be a mistake, or the CRL of a CA that was removed.
+    let other = stranger.crl(&[]);
+    assert!(outcome(&[&other], &of_old[0]).is_err());
+    assert_eq!(outcome(&[&other, crl_of_old], &of_old[0]), Ok(()));
+    assert_eq!(outcome(&[&other, crl_of_old], &of_old[1]), revoked);
 }

@@ -16,6 +16,7 @@ use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 
 use super::certificate::{self, PeerIdentity, Usage};
 use super::error::explain_certificate;
+use super::revocation::Authority;
 
 /// Maximum number of a peer's intermediate certificates. Usual chains have at most three. webpki tries the certificates
 /// with the same name in every order: 326 orders of 5 certificates, and 28,961 of 8.
@@ -97,15 +98,53 @@ fn check_length(
     Err(refuse(refused, leaf, problem, error))
 }
 
+/// Returns true for an error about a certificate that none of the CAs signed.
+fn is_of_other(error: &Error) -> bool {
+    let unsigned = [
+        CertificateError::UnknownIssuer,
+        CertificateError::BadSignature,
+    ];
+    matches!(error, Error::InvalidCertificate(error) if unsigned.contains(error))
+}
+
 /// Verifier of client certificates. Each connection needs its own `refused`.
 #[derive(Clone, Debug)]
 pub(super) struct ClientVerifier {
-    pub(super) webpki: Arc<dyn ClientCertVerifier>,
+    /// Verifiers of the chain, one for each group of [`revocation`](super::revocation).
+    pub(super) webpki: Arc<[Arc<dyn ClientCertVerifier>]>,
+    /// CAs of all groups.
+    pub(super) authorities: Arc<[Authority]>,
+    pub(super) algorithms: WebPkiSupportedAlgorithms,
     pub(super) require_usage: bool,
     pub(super) refused: Refused,
 }
 
 impl ClientVerifier {
+    /// Verifies the chain with any of the verifiers.
+    fn verify_chain(
+        &self,
+        leaf: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, Error> {
+        if let [webpki] = &*self.webpki {
+            return webpki.verify_client_cert(leaf, intermediates, now);
+        }
+        // A CA may have a second certificate, signed by a CA of another group, whose verifier does not have its CRL.
+        let is_ours = |der| Authority::new(der).is_some_and(|ca| self.authorities.contains(&ca));
+        let intermediates = intermediates.iter().filter(|der| !is_ours(der));
+        let intermediates: Vec<_> = intermediates.cloned().collect();
+        let mut refusal = Error::InvalidCertificate(CertificateError::UnknownIssuer);
+        for webpki in &*self.webpki {
+            match webpki.verify_client_cert(leaf, &intermediates, now) {
+                Ok(verified) => return Ok(verified),
+                Err(error) if is_of_other(&refusal) => refusal = error,
+                Err(_) => {}
+            }
+        }
+        Err(refusal)
+    }
+
     /// Checks the requirements of OpenVPN's options, in addition to the chain.
     fn check(&self, leaf: &CertificateDer<'_>) -> Result<(), (&'static str, CertificateError)> {
         if PeerIdentity::new(leaf).is_none() {
@@ -123,7 +162,9 @@ impl ClientVerifier {
 
 impl ClientCertVerifier for ClientVerifier {
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
-        self.webpki.root_hint_subjects()
+        // The first group has a CA of each name.
+        let first = self.webpki.first();
+        first.map_or(&[], |webpki| webpki.root_hint_subjects())
     }
 
     fn verify_client_cert(
@@ -134,8 +175,7 @@ impl ClientCertVerifier for ClientVerifier {
     ) -> Result<ClientCertVerified, Error> {
         check_length(&self.refused, end_entity, intermediates)?;
         let verified = self
-            .webpki
-            .verify_client_cert(end_entity, intermediates, now)
+            .verify_chain(end_entity, intermediates, now)
             .map_err(|error| note(&self.refused, end_entity, intermediates, error))?;
         self.check(end_entity)
             .map_err(|(problem, error)| refuse(&self.refused, end_entity, problem, error))?;
@@ -148,7 +188,7 @@ impl ClientCertVerifier for ClientVerifier {
         cert: &CertificateDer<'_>,
         dss: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        self.webpki.verify_tls12_signature(message, cert, dss)
+        verify_tls12_signature(message, cert, dss, &self.algorithms)
     }
 
     fn verify_tls13_signature(
@@ -157,11 +197,11 @@ impl ClientCertVerifier for ClientVerifier {
         cert: &CertificateDer<'_>,
         dss: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        self.webpki.verify_tls13_signature(message, cert, dss)
+        verify_tls13_signature(message, cert, dss, &self.algorithms)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.webpki.supported_verify_schemes()
+        self.algorithms.supported_schemes()
     }
 }
 
