@@ -159,6 +159,9 @@ impl Program {
             assert_eq!(status.code(), Some(70), "{task}: {log}");
             let line = format!("task=\"{task}\"");
             assert!(log.contains(&line) && log.contains("panicked"), "{log}");
+            let line =
+                "\"panic; please report the bug\" reason=\"CULVERT_TEST_PANIC names this task\"";
+            assert!(log.contains(line) && !log.contains("panicked at"), "{log}");
         }
     }
 

@@ -19,6 +19,7 @@ pub use self::essential::{essential, spawn_essential};
 pub use self::open_files::{memory_limit, set_open_file_limit};
 use crate::flags::Exit;
 use crate::telemetry::logging::{self, LogConfig};
+use crate::telemetry::panics;
 
 /// Time for the log to accept the last lines of a program that ends.
 const LOG_FLUSH: Duration = Duration::from_secs(1);
@@ -170,7 +171,7 @@ where
     Ok(signals.run(stop, shutdown, run).await?)
 }
 
-/// Runs a program from parsed flags to its exit code: sets up logging, logs the options in effect and the
+/// Runs a program from parsed flags to its exit code: sets up logging, also of panics, logs the options in effect and the
 /// warnings, sets the limit of open files, switches core dumps off, and runs `serve` on a runtime. Exit code 1 means that the program
 /// could not start or did not end cleanly.
 pub fn run<F, E>(program: &str, setup: &Setup<'_>, serve: F) -> ExitCode
@@ -183,6 +184,7 @@ where
         let _ = writeln!(io::stderr(), "error: {error}");
         return ExitCode::FAILURE;
     }
+    panics::install();
     for line in &setup.options {
         info!("{line}");
     }

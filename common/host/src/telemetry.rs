@@ -1,5 +1,6 @@
-//! Logging in klog's format, failures that are logged once, and the metrics registry.
+//! Logging in klog's format, failures that are logged once, panics, and the metrics registry.
 
 pub mod log_once;
 pub mod logging;
 pub mod metrics;
+pub mod panics;

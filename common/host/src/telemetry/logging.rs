@@ -45,6 +45,7 @@ use format::{KlogEvent, KlogFields};
 use limit::{Limited, RateLimit};
 use sink::Sink;
 
+pub(super) use queue::WRITER_THREAD;
 pub use queue::flush;
 
 /// Prefix of our own log targets. The names of all crates in this workspace begin with it.

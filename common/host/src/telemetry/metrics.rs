@@ -25,6 +25,8 @@ use tokio_util::sync::CancellationToken;
 pub use family::{Family, Handle, LabelSet, closed_connections};
 pub use page::{Kind, Page, Series};
 
+use super::panics;
+
 /// Default histogram buckets in seconds: the defaults of the Prometheus client libraries. Without buckets,
 /// the exporter would turn a histogram into a summary.
 pub const DEFAULT_BUCKETS: [f64; 11] = [
@@ -116,6 +118,8 @@ impl Registry {
             page.replace(&format!("le=\"{own}\""), &format!("le=\"{go}\""))
         });
         let mut page = Page(page);
+        let help = "Panics of the process. Each panic is a bug.";
+        page.single("culvert_panics_total", Kind::Counter, help, panics::count());
         add(&mut page);
         page.0
     }

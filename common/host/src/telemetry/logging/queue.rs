@@ -24,6 +24,9 @@ const MAX_BYTES: usize = 4 << 20;
 /// Interval at which the writer reports lines left out by the rate limit.
 const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 
+/// Name of the thread that writes the log.
+pub(in crate::telemetry) const WRITER_THREAD: &str = "log";
+
 /// Queue of the process's log, for [`flush`].
 static PROCESS: OnceLock<Arc<Queue>> = OnceLock::new();
 
@@ -33,8 +36,8 @@ pub(super) struct Queue {
     waiting: Mutex<Waiting>,
     /// Signals new lines to the writer.
     filled: Condvar,
-    /// Signals that the writer has written everything.
-    emptied: Condvar,
+    /// Signals that the writer has written lines.
+    written: Condvar,
 }
 
 #[derive(Default)]
@@ -43,8 +46,10 @@ struct Waiting {
     bytes: usize,
     /// Lines dropped since the last report.
     dropped: u64,
-    /// True while the writer writes lines that it has removed from the queue.
-    is_writing: bool,
+    /// Lines that the queue has ever accepted.
+    accepted: u64,
+    /// Lines that the writer has ever written.
+    written: u64,
 }
 
 /// Writer that queues lines.
@@ -67,6 +72,7 @@ impl Queue {
             lose_lines(1);
             return;
         }
+        waiting.accepted += 1;
         waiting.bytes += line.len();
         waiting.lines.push_back((severity, line.into()));
         drop(waiting);
@@ -81,27 +87,25 @@ impl Queue {
             self.filled.wait_for(&mut waiting, REPORT_INTERVAL);
         }
         let lines = std::mem::take(&mut waiting.lines);
-        waiting.is_writing = true;
         drop(waiting);
         for (severity, line) in &lines {
             sink.line(*severity, line);
         }
         let mut waiting = self.waiting.lock();
-        waiting.is_writing = false;
+        waiting.written += lines.len() as u64;
         waiting.bytes -= lines.iter().map(|(_, line)| line.len()).sum::<usize>();
-        if waiting.lines.is_empty() {
-            self.emptied.notify_all();
-        }
+        self.written.notify_all();
         std::mem::take(&mut waiting.dropped)
     }
 
-    /// Waits until all lines are written, but not longer than `limit`.
+    /// Waits until the lines accepted so far are written, but not longer than `limit`.
     fn flush(&self, limit: Duration) {
         let deadline = Instant::now() + limit;
         let mut waiting = self.waiting.lock();
-        while waiting.is_writing || !waiting.lines.is_empty() {
+        let accepted = waiting.accepted;
+        while waiting.written < accepted {
             let left = deadline.saturating_duration_since(Instant::now());
-            if self.emptied.wait_for(&mut waiting, left).timed_out() {
+            if self.written.wait_for(&mut waiting, left).timed_out() {
                 return;
             }
         }
@@ -116,7 +120,7 @@ pub(super) fn start(sink: Sink, limit: Arc<RateLimit>) -> Result<Queued, LogErro
     let queue = Arc::new(Queue::default());
     let writer = queue.clone();
     std::thread::Builder::new()
-        .name("log".to_owned())
+        .name(WRITER_THREAD.to_owned())
         .spawn(move || {
             loop {
                 let dropped = writer.turn(&sink);
@@ -134,7 +138,7 @@ pub(super) fn start(sink: Sink, limit: Arc<RateLimit>) -> Result<Queued, LogErro
     Ok(Queued(queue))
 }
 
-/// Waits until the process's log is written, but not longer than `limit`.
+/// Waits until the earlier lines of the process's log are written, but not longer than `limit`.
 pub fn flush(limit: Duration) {
     if let Some(queue) = PROCESS.get() {
         queue.flush(limit);

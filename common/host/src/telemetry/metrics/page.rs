@@ -1,7 +1,7 @@
 //! Families computed for each page. Their series come and go with the objects that they describe, which the
 //! exporter cannot express: a registered series stays forever.
 
-use std::fmt::Write as _;
+use std::fmt::{Display, Write as _};
 
 /// A metrics page that a program adds families to.
 pub struct Page(pub(super) String);
@@ -36,6 +36,18 @@ impl Page {
         let page = &mut self.0;
         let _ = writeln!(page, "# HELP {name} {help}\n# TYPE {name} {kind}");
         Series { page, name }
+    }
+
+    /// Adds a family of one series without labels.
+    pub(super) fn single(
+        &mut self,
+        name: &'static str,
+        kind: Kind,
+        help: &str,
+        value: impl Display,
+    ) {
+        let series = self.family(name, kind, help);
+        let _ = writeln!(series.page, "{name} {value}");
     }
 }
 
