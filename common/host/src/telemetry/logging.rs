@@ -33,6 +33,7 @@ mod tests;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use thiserror::Error;
 use tracing::level_filters::LevelFilter;
@@ -163,10 +164,32 @@ pub fn init(config: &LogConfig, program: &str) -> Result<(), LogError> {
         .map_err(|_| LogError::AlreadySet)
 }
 
-/// Returns the number of dropped lines and of failed line writes, to the log file or to stderr. A line that
-/// cannot be written to the file goes to stderr.
-pub fn lost_lines() -> u64 {
-    sink::lost_lines()
+crate::label_values! {
+    /// Reason for a line that is missing from the log.
+    pub enum LostLine("reason") {
+        /// The log accepts lines too slowly, and the queue was full.
+        QueueFull = "queue_full",
+        /// The line exceeded the limit of its reason or place.
+        RateLimit = "rate_limit",
+        /// The line could not be written to the log file or to stderr. A line that cannot be written to the file goes to
+        /// stderr.
+        WriteFailed = "write_failed",
+    }
+}
+
+/// Lines of this process that are missing from the log, in the order of [`LostLine`].
+static LOST: [AtomicU64; LostLine::ALL.len()] = [const { AtomicU64::new(0) }; LostLine::ALL.len()];
+
+/// Returns the number of lines of this process that are missing from the log for a reason.
+pub fn lost_lines(reason: LostLine) -> u64 {
+    let count = LOST.get(reason as usize);
+    count.map_or(0, |count| count.load(Ordering::Relaxed))
+}
+
+fn lose_line(reason: LostLine) {
+    if let Some(count) = LOST.get(reason as usize) {
+        count.fetch_add(1, Ordering::Relaxed);
+    }
 }
 
 fn subscriber<W>(

@@ -25,6 +25,7 @@ use tokio_util::sync::CancellationToken;
 pub use family::{Family, Handle, LabelSet, closed_connections};
 pub use page::{Kind, Page, Series};
 
+use super::logging::{LostLine, lost_lines};
 use super::panics;
 
 /// Default histogram buckets in seconds: the defaults of the Prometheus client libraries. Without buckets,
@@ -120,6 +121,11 @@ impl Registry {
         let mut page = Page(page);
         let help = "Panics of the process. Each panic is a bug.";
         page.single("culvert_panics_total", Kind::Counter, help, panics::count());
+        let help = "Lines of the process that are missing from its log.";
+        let mut lost = page.family("culvert_log_lost_lines_total", Kind::Counter, help);
+        for reason in LostLine::ALL {
+            lost.value(("reason", reason.as_str()), lost_lines(*reason));
+        }
         add(&mut page);
         page.0
     }

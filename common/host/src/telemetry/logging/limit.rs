@@ -13,6 +13,8 @@ use tracing::field::{Field, Visit};
 use tracing::{Event, Level, Metadata, Subscriber, info, warn};
 use tracing_subscriber::layer::{Context, Filter};
 
+use super::{LostLine, lose_line};
+
 /// Period of the limit.
 const PERIOD: Duration = Duration::from_secs(10);
 
@@ -66,7 +68,11 @@ impl RateLimit {
             message: reason.message,
         });
         lines.seen += 1;
-        lines.seen <= lines.limit()
+        let is_allowed = lines.seen <= lines.limit();
+        if !is_allowed {
+            lose_line(LostLine::RateLimit);
+        }
+        is_allowed
     }
 
     /// Ends the periods that are over, and logs the number of lines left out.

@@ -14,8 +14,8 @@ use tracing::{Metadata, warn};
 use tracing_subscriber::fmt::MakeWriter;
 
 use super::limit::RateLimit;
-use super::sink::{Sink, lose_lines};
-use super::{LogError, Severity};
+use super::sink::Sink;
+use super::{LogError, LostLine, Severity, lose_line};
 
 /// Limit of the waiting lines, in bytes. A smaller limit loses lines in bursts; all of it is memory that a
 /// stalled log costs.
@@ -69,7 +69,7 @@ impl Queue {
         let mut waiting = self.waiting.lock();
         if waiting.bytes + line.len() > MAX_BYTES {
             waiting.dropped += 1;
-            lose_lines(1);
+            lose_line(LostLine::QueueFull);
             return;
         }
         waiting.accepted += 1;
@@ -181,12 +181,13 @@ impl Write for QueuedLine<'_> {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
-    use super::super::LogConfig;
     use super::super::sink::Stderr;
+    use super::super::{LogConfig, lost_lines};
     use super::*;
 
     #[test]
     fn full_queue_drops_and_counts_new_lines_and_keeps_old_lines() {
+        let before = lost_lines(LostLine::QueueFull);
         let queue = Queue::default();
         let line = vec![b'x'; MAX_BYTES / 4];
         for _ in 0..6 {
@@ -196,6 +197,7 @@ mod tests {
         let stderr = Stderr::Buffer(buffer.clone());
         let sink = Sink::open(&LogConfig::default(), "program", stderr).unwrap();
         assert_eq!(queue.turn(&sink), 2);
+        assert!(lost_lines(LostLine::QueueFull) >= before + 2);
         assert_eq!(buffer.lock().len(), MAX_BYTES);
         // The written lines have made room.
         queue.push(Severity::Info, b"more");

@@ -8,7 +8,6 @@ use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 use time::OffsetDateTime;
@@ -16,17 +15,7 @@ use time::macros::format_description;
 use tracing::Metadata;
 use tracing_subscriber::fmt::MakeWriter;
 
-use super::{LogConfig, LogError, LogPlace, Severity};
-
-static LOST: AtomicU64 = AtomicU64::new(0);
-
-pub(super) fn lost_lines() -> u64 {
-    LOST.load(Ordering::Relaxed)
-}
-
-pub(super) fn lose_lines(count: u64) {
-    LOST.fetch_add(count, Ordering::Relaxed);
-}
+use super::{LogConfig, LogError, LogPlace, LostLine, Severity, lose_line};
 
 /// Destinations of log lines.
 pub(super) struct Sink {
@@ -96,7 +85,7 @@ impl Sink {
                     .map_err(|error| file.explain_once(&error))
             };
             if let Err(explanation) = written {
-                lose_lines(1);
+                lose_line(LostLine::WriteFailed);
                 to_stderr = true;
                 if let Some(text) = explanation {
                     self.to_stderr(text.as_bytes());
@@ -110,7 +99,7 @@ impl Sink {
 
     fn to_stderr(&self, line: &[u8]) {
         if self.stderr.write(line).is_err() {
-            lose_lines(1);
+            lose_line(LostLine::WriteFailed);
         }
     }
 }

@@ -15,7 +15,9 @@ use tracing::{Level, debug, error, info, info_span, trace, warn};
 use super::format::header;
 use super::limit::RateLimit;
 use super::sink::{Sink, Stderr};
-use super::{LogConfig, LogError, LogFile, LogFormat, LogPlace, Severity, lost_lines, subscriber};
+use super::{
+    LogConfig, LogError, LogFile, LogFormat, LogPlace, LostLine, Severity, lost_lines, subscriber,
+};
 
 /// Runs `work` under its own subscriber and returns the text written to stderr.
 fn logged(config: &LogConfig, work: impl FnOnce()) -> String {
@@ -268,7 +270,7 @@ fn line_longer_than_the_limit_is_written_whole() {
 
 #[test]
 fn full_disk_loses_no_line_and_is_explained_once() {
-    let before = lost_lines();
+    let before = lost_lines(LostLine::WriteFailed);
     let stderr = logged(&with_file(Path::new("/dev/full")), || {
         info!("first");
         info!("second");
@@ -283,7 +285,7 @@ fn full_disk_loses_no_line_and_is_explained_once() {
     );
     assert!(explanation.contains("Free space"), "{explanation}");
     assert_eq!((*first, *second), ("\"first\"", "\"second\""));
-    assert!(lost_lines() >= before + 2);
+    assert!(lost_lines(LostLine::WriteFailed) >= before + 2);
 }
 
 #[test]
@@ -361,6 +363,7 @@ fn effective_options_are_described() {
 
 #[test]
 fn warnings_with_one_reason_are_limited_and_the_rest_is_counted() {
+    let before = lost_lines(LostLine::RateLimit);
     let limit = Arc::<RateLimit>::default();
     let buffer = Arc::new(Mutex::new(Vec::new()));
     let sink = Sink::open(&bare(), "program", Stderr::Buffer(buffer.clone())).unwrap();
@@ -387,6 +390,7 @@ fn warnings_with_one_reason_are_limited_and_the_rest_is_counted() {
         2,
         "{text}"
     );
+    assert!(lost_lines(LostLine::RateLimit) >= before + 60);
 }
 
 #[test]

@@ -100,6 +100,10 @@ fn process_metrics_are_on_the_page() {
         );
     }
     assert!(page.contains("# HELP process_open_fds Number of open file descriptors."));
+    for reason in ["queue_full", "rate_limit", "write_failed"] {
+        let series = format!("culvert_log_lost_lines_total{{reason=\"{reason}\"}}");
+        assert!(sample(&page, &series).is_some(), "{page}");
+    }
 }
 
 #[test]
