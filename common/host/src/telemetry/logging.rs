@@ -18,7 +18,8 @@
 //!
 //! Problems with the log never end or stall the program. A line that cannot be written to the file goes to
 //! stderr. A message on stderr explains the first such failure, and [`lost_lines`] counts all of them. A thread
-//! writes the lines. If the log stalls, at most 4 MiB of lines wait, and further lines are dropped and counted.
+//! writes the lines. If the log stalls, at most 4 MiB of lines wait, of these 1 MiB only warnings and errors, and further
+//! lines are dropped and counted.
 //!
 //! Of warnings and errors with one reason, 20 lines appear in 10 s, and of INFO lines from one place in the code 200. A line
 //! then gives the number of further lines.

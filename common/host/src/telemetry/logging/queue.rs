@@ -1,7 +1,7 @@
 //! The queue between the program and its log: no task waits for a slow or stalled log.
 //!
 //! A thread writes the lines. If the queue is full, new lines are dropped and counted, and a line in the log
-//! gives their number as soon as there is room again.
+//! gives their number as soon as there is room again. The last part of the queue is for warnings and errors.
 
 use std::collections::VecDeque;
 use std::io::{self, Write};
@@ -20,6 +20,9 @@ use super::{LogError, LostLine, Severity, lose_line};
 /// Limit of the waiting lines, in bytes. A smaller limit loses lines in bursts; all of it is memory that a
 /// stalled log costs.
 const MAX_BYTES: usize = 4 << 20;
+
+/// Part of [`MAX_BYTES`] for warnings and errors only: many lines of lower levels must not displace them.
+const SEVERE_BYTES: usize = 1 << 20;
 
 /// Interval at which the writer reports lines left out by the rate limit.
 const REPORT_INTERVAL: Duration = Duration::from_secs(1);
@@ -67,7 +70,11 @@ pub(super) struct QueuedLine<'a> {
 impl Queue {
     fn push(&self, severity: Severity, line: &[u8]) {
         let mut waiting = self.waiting.lock();
-        if waiting.bytes + line.len() > MAX_BYTES {
+        let limit = match severity {
+            Severity::Info => MAX_BYTES - SEVERE_BYTES,
+            _ => MAX_BYTES,
+        };
+        if waiting.bytes + line.len() > limit {
             waiting.dropped += 1;
             lose_line(LostLine::QueueFull);
             return;
@@ -191,7 +198,7 @@ mod tests {
         let queue = Queue::default();
         let line = vec![b'x'; MAX_BYTES / 4];
         for _ in 0..6 {
-            queue.push(Severity::Info, &line);
+            queue.push(Severity::Warning, &line);
         }
         let buffer = Arc::<Mutex<Vec<u8>>>::default();
         let stderr = Stderr::Buffer(buffer.clone());
@@ -204,6 +211,19 @@ mod tests {
         assert_eq!(queue.turn(&sink), 0);
         assert!(buffer.lock().ends_with(b"more"));
         queue.flush(Duration::ZERO);
+    }
+
+    #[test]
+    fn queue_full_of_low_levels_accepts_warnings_and_errors() {
+        let queue = Queue::default();
+        while queue.waiting.lock().dropped == 0 {
+            queue.push(Severity::Info, &[b'x'; 1024]);
+        }
+        for severity in [Severity::Warning, Severity::Error] {
+            queue.push(severity, &[b'x'; SEVERE_BYTES / 2]);
+            assert_eq!(queue.waiting.lock().dropped, 1);
+        }
+        assert_eq!(queue.waiting.lock().bytes, MAX_BYTES);
     }
 
     #[test]
