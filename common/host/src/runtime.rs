@@ -189,7 +189,8 @@ where
         info!("{line}");
     }
     for warning in setup.warnings {
-        warn!("{warning}");
+        // The limit of the log counts by reason.
+        warn!(reason = warning, "warning about the configuration");
     }
     set_open_file_limit();
     suppress_core_dumps();

@@ -83,7 +83,11 @@ impl NodeWatch {
         self.metrics.nodes.set(known.nodes as f64);
         for problem in &problems {
             if !self.problems.contains(problem) {
-                warn!("{problem}");
+                // The limit of the log counts by reason.
+                warn!(
+                    reason = problem,
+                    "a Node has an address or name that is not translated as requested"
+                );
             }
         }
         self.problems = problems;
