@@ -10,6 +10,7 @@
 
 pub(crate) mod family;
 pub(crate) mod page;
+mod process;
 
 use std::fmt;
 use std::sync::Arc;
@@ -19,7 +20,6 @@ use metrics::{Gauge, Key, Label, Level, Metadata};
 use metrics_exporter_prometheus::{
     BuildError, Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder,
 };
-use metrics_process::Collector;
 use tokio_util::sync::CancellationToken;
 
 pub use family::{Family, Handle, LabelSet, closed_connections};
@@ -55,7 +55,6 @@ pub struct MetricsError {
 pub struct Registry {
     recorder: PrometheusRecorder,
     handle: PrometheusHandle,
-    process: Collector,
     /// Bucket bounds that the exporter and Go print differently: the exporter's text, then Go's text.
     bounds: Vec<(String, String)>,
 }
@@ -94,12 +93,9 @@ impl Registry {
         bounds.dedup();
 
         let recorder = builder.build_recorder();
-        let process = Collector::default();
-        metrics::with_local_recorder(&recorder, || process.describe());
         Ok(Arc::new(Self {
             handle: recorder.handle(),
             recorder,
-            process,
             bounds,
         }))
     }
@@ -112,13 +108,13 @@ impl Registry {
 
     /// Renders the metrics page as [`Registry::render`] does, with the families from `add` at its end.
     pub fn render_with(&self, add: impl FnOnce(&mut Page)) -> String {
-        metrics::with_local_recorder(&self.recorder, || self.process.collect());
         self.handle.run_upkeep();
         let page = self.handle.render();
         let page = self.bounds.iter().fold(page, |page, (own, go)| {
             page.replace(&format!("le=\"{own}\""), &format!("le=\"{go}\""))
         });
         let mut page = Page(page);
+        process::add(&mut page);
         let help = "Panics of the process. Each panic is a bug.";
         page.single("culvert_panics_total", Kind::Counter, help, panics::count());
         let help = "Lines of the process that are missing from its log.";

@@ -87,7 +87,8 @@ fn an_empty_bucket_list_is_refused() {
 
 #[test]
 fn process_metrics_are_on_the_page() {
-    let page = Registry::new(&[]).unwrap().render();
+    let registry = Registry::new(&[]).unwrap();
+    let page = registry.render();
     for name in [
         "process_cpu_seconds_total",
         "process_resident_memory_bytes",
@@ -100,6 +101,19 @@ fn process_metrics_are_on_the_page() {
         );
     }
     assert!(page.contains("# HELP process_open_fds Number of open file descriptors."));
+    // The kernel counts in hundredths of a second.
+    assert!(page.contains("# TYPE process_cpu_seconds_total counter\n"));
+    let used = || {
+        let page = registry.render();
+        let seconds = sample(&page, "process_cpu_seconds_total").unwrap();
+        seconds.parse::<f64>().unwrap()
+    };
+    let end = used() + 3.0;
+    let mut times = std::iter::repeat_with(used).take_while(|used| *used < end);
+    assert!(times.any(|used| used.fract() > 0.0));
+    // Tests run without a limit of the address space.
+    let limit = sample(&page, "process_virtual_memory_max_bytes").unwrap();
+    assert_eq!(limit, u64::MAX.to_string());
     for reason in ["queue_full", "rate_limit", "write_failed"] {
         let series = format!("culvert_log_lost_lines_total{{reason=\"{reason}\"}}");
         assert!(sample(&page, &series).is_some(), "{page}");
