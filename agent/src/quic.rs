@@ -203,7 +203,7 @@ impl Second {
                         debug!(error, "still no QUIC link")
                     }
                     Err(NoLink::OtherServer(error) | NoLink::Failed(error)) => {
-                        info!(error, server = %probe.remote, "no QUIC link, TCP carries all connections");
+                        info!(error, address = %probe.remote, "no QUIC link, TCP carries all connections");
                         last_error = error;
                     }
                 }
@@ -319,7 +319,7 @@ impl Probe {
             control,
         } = open;
         let _counted = GaugeGuard::new(&agent.metrics.quic_links);
-        info!(server = %self.remote, "connected over QUIC, too");
+        info!(address = %self.remote, "connected over QUIC, too");
         let (link, words) = Link::new(connection, TAKER_HELD_BYTES, CloseReason::ServerLost);
         let link_ended = agent.shutdown.child_token();
         let _ended = link_ended.clone().drop_guard();

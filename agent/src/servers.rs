@@ -246,7 +246,7 @@ impl Servers {
             if let Some(second) = second {
                 let cuts = self.cuts(&server_id);
                 let run = second.run(agent.clone(), cuts, ended.clone());
-                let span = info_span!("server", id = server_id);
+                let span = info_span!("server", server = server_id);
                 agent.tasks.spawn(run.instrument(span));
             }
             let (mut session, mut answered) = (None, Arc::default());
@@ -294,7 +294,7 @@ impl Servers {
             native, congestion, "connected to a server"
         );
         let servers = self.clone();
-        let span = info_span!("server", id = server_id);
+        let span = info_span!("server", server = server_id);
         let run = async move {
             let ended = run.await;
             {

@@ -229,10 +229,7 @@ impl AgentStream {
             Effect::HalfClosed(slot) => slot.half_close(),
             Effect::Closed(slot, error) => {
                 if !error.is_empty() {
-                    debug!(
-                        agent = self.hello.agent_id,
-                        error, "the agent closed a connection"
-                    );
+                    debug!(error, "the agent closed a connection");
                 }
                 slot.close(CloseReason::EndpointClosed);
             }
@@ -251,7 +248,7 @@ impl AgentStream {
             }
             Effect::Drain => {
                 if !self.draining.swap(true, Ordering::Relaxed) {
-                    info!(agent = self.hello.agent_id, "the agent drains");
+                    info!("the agent drains");
                 }
             }
             Effect::Ignored => {}

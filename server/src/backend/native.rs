@@ -209,7 +209,7 @@ impl Agents {
             second,
             metrics: self.metrics.clone(),
         });
-        let span = info_span!("agent", id = agent.hello.agent_id, stream = agent.serial);
+        let span = info_span!("agent", agent = agent.hello.agent_id, stream = agent.serial);
         let control = agent.clone().control(announcements);
         self.tasks.spawn(control.instrument(span.clone()));
         let backend = Backend::Native(agent.clone());

@@ -128,18 +128,16 @@ impl Registry {
         })
     }
 
-    /// Adds an agent connection; dropping the registration removes the agent connection.
+    /// Adds an agent connection; dropping the registration removes the agent connection. The caller's span names the agent in
+    /// the log.
     pub(crate) fn register(self: &Arc<Self>, stream: Backend, place: Place) -> Registration {
         let hello = stream.hello();
         info!(
-            agent = hello.agent_id,
-            stream = stream.serial(),
             native = matches!(stream, Backend::Native(_)),
             "agent connected"
         );
         for network in &hello.identifiers.malformed {
             warn!(
-                agent = hello.agent_id,
                 network,
                 "the agent has an identifier that is not a network, such as cidr=10.0.0.0/8; no dial uses it"
             );

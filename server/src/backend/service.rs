@@ -101,10 +101,13 @@ impl Service for Agents {
         if half_close {
             metadata.insert(HALF_CLOSE_HEADER, MetadataValue::from_static("1"));
         }
-        let span = info_span!("agent", id = stream.hello.agent_id, stream = stream.serial);
-        let registration = self
-            .registry
-            .register(Backend::Packet(stream.clone()), place);
+        let span = info_span!(
+            "agent",
+            agent = stream.hello.agent_id,
+            stream = stream.serial
+        );
+        let backend = Backend::Packet(stream.clone());
+        let registration = span.in_scope(|| self.registry.register(backend, place));
         let reader = read(
             request.into_inner(),
             stream,

@@ -126,7 +126,7 @@ impl Agents {
         };
         candidate.admit();
         endpoint.admit(&connection);
-        let span = info_span!("agent", id = agent_id, session = "QUIC");
+        let span = info_span!("agent", agent = agent_id, session = "QUIC");
         let carried = agents.carry_quic(context, &second, connection, control);
         carried.instrument(span).await;
     }
