@@ -3,6 +3,7 @@
 mod packets;
 
 use std::future::{Future as _, poll_fn};
+use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -238,7 +239,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Opener<S, B> {
         } = self;
         loop {
             if let Poll::Ready(ended) = Pin::new(&mut *connection).poll(cx) {
-                return Poll::Ready(ended.map_err(|error| error.to_string()));
+                return Poll::Ready(ended.map_err(|error| cause(&error)));
             }
             if let Some(quota) = quota.as_ref().filter(|quota| quota.is_used_up()) {
                 quota.renew(tuner.is_admitted());
@@ -338,7 +339,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Taker<S, B> {
                     if let Some(quota) = quota {
                         quota.accepted();
                     }
-                    return Poll::Ready(next.transpose().map_err(|error| error.to_string()));
+                    return Poll::Ready(next.transpose().map_err(|error| cause(&error)));
                 }
                 // All streams so far are accepted.
                 if tuner.is_stuck() && !std::mem::replace(is_refused, true) {
@@ -374,6 +375,14 @@ impl<S: AsyncRead + AsyncWrite + Unpin, B: Buf> Taker<S, B> {
 /// constructor requests it only once.
 fn unpingable() -> h2::Error {
     h2::Reason::INTERNAL_ERROR.into()
+}
+
+/// Returns the cause of the end of a connection. rustls has its own long text for a peer that leaves without an alert.
+fn cause(error: &h2::Error) -> String {
+    match error.get_io().map(io::Error::kind) {
+        Some(io::ErrorKind::UnexpectedEof) => "the peer closed the connection".to_owned(),
+        _ => error.to_string(),
+    }
 }
 
 /// Returns true if a request failed because HTTP/2 has no stream number left. All requests of the connection fail then;

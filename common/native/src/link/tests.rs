@@ -1,7 +1,7 @@
 #![allow(clippy::unwrap_used)]
 
 use culvert_stream::allowance::Allowance;
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex, sink};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, ReadBuf, duplex, sink};
 use tokio::time::{Instant, sleep, timeout};
 
 use super::super::window::{LONG_PATH_BYTES, UNCONFIRMED, WindowProfile};
@@ -402,4 +402,27 @@ async fn response_with_a_large_head_is_refused() {
         _ = peer => Err("the peer ended".to_owned()),
     };
     assert!(refused.is_err(), "{refused:?}");
+}
+
+#[tokio::test]
+async fn peer_that_leaves_without_an_alert_is_named_in_plain_words() {
+    /// A stream that ends as rustls reports it.
+    struct Left;
+
+    impl AsyncRead for Left {
+        fn poll_read(
+            self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+            _: &mut ReadBuf<'_>,
+        ) -> Poll<io::Result<()>> {
+            let text =
+                "peer closed connection without sending TLS close_notify: https://docs.rs/rustls/";
+            Poll::Ready(Err(io::Error::new(io::ErrorKind::UnexpectedEof, text)))
+        }
+    }
+
+    let stream = tokio::io::join(Left, sink());
+    let (_requests, mut opener) = Opener::new(stream, Arc::default(), SHORT).await.unwrap();
+    let ended = opener.run().await.unwrap_err();
+    assert_eq!(ended, "the peer closed the connection");
 }
