@@ -5,6 +5,7 @@ mod credentials;
 mod drain;
 mod quic;
 
+use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -42,7 +43,7 @@ use crate::config::{self, Config, Mode};
 use crate::files::{Files, Reloader};
 use crate::frontend::{Frontend, grpc};
 use crate::leases::Leases;
-use crate::listener::ListenerContext;
+use crate::listener::{self, ListenerContext};
 use crate::metrics::{self, ServerMetrics, ServiceMethod};
 use crate::router::{DialLimits, Router};
 use crate::switch::driver::{self, Driver, Switcher};
@@ -187,7 +188,12 @@ impl Bound {
                 let (files, alpn) = (Files::Admin, b"http/1.1");
                 let tls =
                     credentials::mutual_tls(&mut reloader, files, paths, alpn, &config.tls, flags);
-                admin::AdminSocket::Tls(admin, tls.await?)
+                let counted = metrics.clone();
+                let on_refused = move |peer: SocketAddr, error: &io::Error| {
+                    let kind = metrics::Listener::Admin;
+                    listener::handshake_failed(&counted, kind, &peer.to_string(), error);
+                };
+                admin::AdminSocket::Tls(admin, tls.await?, Arc::new(on_refused))
             }
             None => admin::AdminSocket::Plain(admin),
         };

@@ -61,6 +61,34 @@ pub(crate) struct ListenerContext {
     proxies: Networks,
 }
 
+/// Logs a refused peer with the reason as a warning, then counts the peer. When the count changes, the log line is thus
+/// already written.
+fn reject(metrics: &ServerMetrics, kind: Listener, reason: RejectReason, peer: &str, why: &str) {
+    let label = reason.as_str();
+    warn!(listener = ?kind, reason = label, peer, why, "connection refused");
+    metrics.rejected.get((kind, reason)).increment(1);
+}
+
+/// Logs and counts a peer whose TLS handshake failed.
+pub(crate) fn handshake_failed(
+    metrics: &ServerMetrics,
+    kind: Listener,
+    peer: &str,
+    error: &io::Error,
+) {
+    let reason = match error.kind() {
+        // A load balancer's port check connects and leaves without sending a byte.
+        io::ErrorKind::UnexpectedEof => {
+            debug!(listener = ?kind, peer, "the peer left during the TLS handshake");
+            let labels = (kind, RejectReason::HandshakeFailed);
+            return metrics.rejected.get(labels).increment(1);
+        }
+        io::ErrorKind::TimedOut => RejectReason::Timeout,
+        _ => RejectReason::HandshakeFailed,
+    };
+    reject(metrics, kind, reason, peer, &tls::explain(error));
+}
+
 impl ListenerContext {
     /// Creates the shared state of a listener.
     pub(crate) fn new(
@@ -84,13 +112,9 @@ impl ListenerContext {
         })
     }
 
-    /// Logs a refused peer with the reason as a warning, then counts the peer. When the count changes, the
-    /// log line is thus already written.
+    /// Logs and counts a refused peer.
     pub(crate) fn reject(&self, reason: RejectReason, peer: &str, why: &str) {
-        let label = reason.as_str();
-        warn!(listener = ?self.kind, reason = label, peer, why, "connection refused");
-        let rejected = &self.metrics.rejected;
-        rejected.get((self.kind, reason)).increment(1);
+        reject(&self.metrics, self.kind, reason, peer, why);
     }
 
     /// Takes a slot for a new peer and limits what the peer may send before its admission. Returns also the
@@ -153,15 +177,8 @@ impl ListenerContext {
                 stream.get_mut().1.set_buffer_limit(Some(tls::BUFFER_BYTES));
                 Some(stream)
             }
-            // A load balancer's port check connects and leaves without sending a byte.
-            Ok(Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => {
-                debug!(listener = ?self.kind, peer, "the peer left during the TLS handshake");
-                let labels = (self.kind, RejectReason::HandshakeFailed);
-                self.metrics.rejected.get(labels).increment(1);
-                None
-            }
             Ok(Err(error)) => {
-                self.reject(RejectReason::HandshakeFailed, peer, &tls::explain(&error));
+                handshake_failed(&self.metrics, self.kind, peer, &error);
                 None
             }
             Err(why) => {

@@ -114,6 +114,8 @@ label_values! {
         Frontend = "frontend",
         /// Listener for agents.
         Agent = "agent",
+        /// Admin listener with TLS.
+        Admin = "admin",
     }
 }
 

@@ -40,7 +40,7 @@ pub use pages::Check;
 pub(crate) use pages::NO_PROFILES;
 use progress::Progress;
 use socket::Stream;
-pub use socket::{AdminSocket, UnixSocket};
+pub use socket::{AdminSocket, OnRefused, UnixSocket};
 
 /// Limits for open connections. At the limit, a new connection displaces an older one, so that idle
 /// connections cannot keep a probe from its answer. The deadline only has to be later than [`MAX_AGE`].

@@ -4,9 +4,10 @@
 //! the process's own user and root.
 
 use std::io;
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::process::geteuid;
@@ -17,7 +18,6 @@ use tokio_rustls::{Accept, TlsAcceptor};
 
 use super::BoxFuture;
 use crate::net::listen::{SocketFile, listen_unix};
-use crate::tls;
 use crate::tls::reload::ServerTls;
 
 /// File mode of the Unix socket: only the owner may connect.
@@ -31,10 +31,13 @@ pub enum AdminSocket {
     /// Plain HTTP for every client.
     Plain(TcpListener),
     /// HTTP over mutual TLS. The configuration must require client certificates.
-    Tls(TcpListener, ServerTls),
+    Tls(TcpListener, ServerTls, OnRefused),
     /// HTTP over a Unix socket.
     Unix(UnixSocket),
 }
+
+/// Function that logs and counts a client whose TLS handshake failed. A handshake without an end has the kind `TimedOut`.
+pub type OnRefused = Arc<dyn Fn(SocketAddr, &io::Error) + Send + Sync>;
 
 /// A Unix listener for the process's own user and root. Dropping the listener removes the socket file.
 pub struct UnixSocket {
@@ -69,10 +72,15 @@ impl AdminSocket {
                 let (stream, peer) = listener.accept().await?;
                 (peer.ip(), Box::pin(async { Some(Box::new(stream) as _) }))
             }
-            Self::Tls(listener, tls) => {
+            Self::Tls(listener, tls, on_refused) => {
                 let (stream, peer) = listener.accept().await?;
                 let handshake = TlsAcceptor::from(tls.get()).accept(stream);
-                (peer.ip(), Box::pin(enter_tls(handshake)))
+                let on_refused = on_refused.clone();
+                let entering = async move {
+                    let entered = enter_tls(handshake).await;
+                    entered.inspect_err(|why| on_refused(peer, why)).ok()
+                };
+                (peer.ip(), Box::pin(entering))
             }
             Self::Unix(socket) => {
                 let (stream, _) = socket.listener.accept().await?;
@@ -83,16 +91,10 @@ impl AdminSocket {
     }
 }
 
-async fn enter_tls(handshake: Accept<TcpStream>) -> Entered {
-    match timeout(HANDSHAKE_TIMEOUT, handshake).await {
-        Ok(Ok(stream)) => Some(Box::new(stream)),
-        Ok(Err(error)) => {
-            let why = tls::explain(&error);
-            tracing::warn!("admin client rejected: {why}");
-            None
-        }
-        Err(_) => None,
-    }
+async fn enter_tls(handshake: Accept<TcpStream>) -> io::Result<Box<dyn Stream>> {
+    let late = |_| io::Error::new(io::ErrorKind::TimedOut, "the TLS handshake took too long");
+    let stream = timeout(HANDSHAKE_TIMEOUT, handshake).await.map_err(late)?;
+    Ok(Box::new(stream?))
 }
 
 fn enter_unix(stream: UnixStream) -> Entered {

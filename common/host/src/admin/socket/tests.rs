@@ -3,6 +3,7 @@
 use std::future::ready;
 use std::os::unix::fs::MetadataExt as _;
 
+use parking_lot::Mutex;
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use rustls_pki_types::ServerName;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -109,12 +110,19 @@ async fn only_clients_with_a_certificate_of_the_ca_are_served() {
     let listener = bind("127.0.0.1", 0, ["--admin-port"; 2]).await.unwrap();
     let address = listener.local_addr().unwrap();
     let stop = CancellationToken::new();
-    let socket = AdminSocket::Tls(listener, Latest::fixed(config.unwrap()));
+    let refused = Arc::<Mutex<Vec<_>>>::default();
+    let on_refused = {
+        let refused = refused.clone();
+        Arc::new(move |peer, _: &_| refused.lock().push(peer))
+    };
+    let socket = AdminSocket::Tls(listener, Latest::fixed(config.unwrap()), on_refused);
     let task = tokio::spawn(serve(socket, routes(), stop.clone()));
+    let mut peers = Vec::new();
     for (who, lets_in) in [(Some(&ours), true), (Some(&foreign), false), (None, false)] {
         let who = who.map(identity);
         let config = client_config(&trust, who.as_ref(), &[b"http/1.1"], &options).unwrap();
         let stream = TcpStream::connect(address).await.unwrap();
+        peers.push(stream.local_addr().unwrap());
         let name = ServerName::try_from("admin.test").unwrap();
         let answer = match TlsConnector::from(config).connect(name, stream).await {
             Ok(stream) => ask(stream).await,
@@ -126,4 +134,6 @@ async fn only_clients_with_a_certificate_of_the_ca_are_served() {
     assert!(!answer.contains("hello"), "{answer}");
     stop.cancel();
     task.await.unwrap();
+    assert_eq!(refused.lock().get(..2), peers.get(1..));
+    assert_eq!(refused.lock().len(), 3);
 }
