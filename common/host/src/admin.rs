@@ -28,7 +28,7 @@ use http_body_util::{BodyExt as _, Full, LengthLimitError, Limited};
 use hyper::body::{Body as _, Incoming};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
-use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::rt::TokioIo;
 use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -51,7 +51,8 @@ const CONNECTIONS: AdmissionLimits = AdmissionLimits {
     grace: Duration::from_millis(100),
 };
 
-/// Time limit for a request head (upstream's `ReadHeaderTimeout`).
+/// Time limit for a request head (upstream's `ReadHeaderTimeout`). As in Go's server, the time of a later request begins with
+/// its first byte, so that scrapers may keep their connections open between requests.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Maximum size of a request head, in bytes. Upstream allows 1 MiB; no client needs so much, and 1 MiB for
@@ -242,10 +243,9 @@ async fn serve_http(stream: Box<dyn Stream>, routes: Arc<Routes>, shutdown: Canc
         async move { Ok::<_, Infallible>(routes.answer(request).await.0) }
     });
     let connection = http1::Builder::new()
-        .timer(TokioTimer::new())
-        .header_read_timeout(HEADER_TIMEOUT)
+        .header_read_timeout(None)
         .max_buf_size(MAX_HEAD_BYTES)
-        .serve_connection(TokioIo::new(Progress::new(stream)), service);
+        .serve_connection(TokioIo::new(Progress::new(stream, HEADER_TIMEOUT)), service);
     let mut connection = pin!(connection);
     let ended = tokio::select! {
         outcome = connection.as_mut() => Some(outcome),

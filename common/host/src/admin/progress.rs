@@ -1,4 +1,4 @@
-//! A stream that fails if its peer reads nothing, or reads an answer too slowly.
+//! A stream that fails if its peer sends a request too slowly, reads nothing, or reads an answer too slowly.
 
 use std::io;
 use std::pin::Pin;
@@ -15,9 +15,14 @@ pub(super) const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 /// clients, too.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A stream whose writes fail after [`WRITE_TIMEOUT`] without progress, or [`ANSWER_TIMEOUT`].
+/// A stream whose writes fail after [`WRITE_TIMEOUT`] without progress, or [`ANSWER_TIMEOUT`]. Reads fail if a request has no
+/// answer in time.
 pub(super) struct Progress<S> {
     inner: S,
+    /// Time from the first byte of a request until its answer begins.
+    request_limit: Duration,
+    /// Timer of the current request. The first request begins with the connection.
+    request: Option<Pin<Box<Sleep>>>,
     /// Timer of a write without progress.
     stalled: Option<Pin<Box<Sleep>>>,
     /// Timer of the bytes before the next flush.
@@ -25,9 +30,11 @@ pub(super) struct Progress<S> {
 }
 
 impl<S> Progress<S> {
-    pub(super) fn new(inner: S) -> Self {
+    pub(super) fn new(inner: S, request_limit: Duration) -> Self {
         Self {
             inner,
+            request_limit,
+            request: Some(Box::pin(sleep(request_limit))),
             stalled: None,
             unsent: None,
         }
@@ -61,7 +68,19 @@ impl<S: AsyncRead + Unpin> AsyncRead for Progress<S> {
         cx: &mut Context<'_>,
         target: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.inner).poll_read(cx, target)
+        let read = Pin::new(&mut self.inner).poll_read(cx, target);
+        let limit = self.request_limit;
+        if read.is_ready() {
+            self.request.get_or_insert_with(|| Box::pin(sleep(limit)));
+            return read;
+        }
+        match &mut self.request {
+            Some(timer) => {
+                let late = |()| Err(io::ErrorKind::TimedOut.into());
+                timer.as_mut().poll(cx).map(late)
+            }
+            None => Poll::Pending,
+        }
     }
 }
 
@@ -71,6 +90,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Progress<S> {
         cx: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
+        self.request = None;
         let written = Pin::new(&mut self.inner).poll_write(cx, bytes);
         self.limit(written, cx)
     }
@@ -93,6 +113,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Progress<S> {
         cx: &mut Context<'_>,
         slices: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
+        self.request = None;
         let written = Pin::new(&mut self.inner).poll_write_vectored(cx, slices);
         self.limit(written, cx)
     }
@@ -113,7 +134,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn answer_that_is_read_slowly_fails_after_its_time_limit() {
         let (near, mut far) = duplex(16);
-        let mut near = Progress::new(near);
+        let mut near = Progress::new(near, ANSWER_TIMEOUT);
         tokio::spawn(async move {
             while far.read_u8().await.is_ok() {
                 sleep(WRITE_TIMEOUT / 2).await;

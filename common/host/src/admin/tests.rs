@@ -258,6 +258,29 @@ async fn silent_slow_and_idle_connections_are_closed() {
     server.stop().await;
 }
 
+#[tokio::test(start_paused = true)]
+async fn connection_stays_open_between_scrapes_and_a_slow_head_ends_it() {
+    let (near, mut far) = tokio::io::duplex(1 << 16);
+    let routes = Arc::new(Routes::new().with_healthz());
+    let shutdown = CancellationToken::new();
+    let serving = tokio::spawn(serve_http(Box::new(near), routes, shutdown));
+    for _ in 0..3 {
+        far.write_all(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            .await
+            .unwrap();
+        let mut answer = Vec::new();
+        while !answer.ends_with(b"\r\n\r\nok") {
+            answer.push(far.read_u8().await.unwrap());
+        }
+        tokio::time::sleep(HEADER_TIMEOUT * 2).await;
+    }
+    let begin = Instant::now();
+    far.write_all(b"GET /hea").await.unwrap();
+    far.read_to_end(&mut Vec::new()).await.unwrap();
+    assert_eq!(begin.elapsed(), HEADER_TIMEOUT);
+    serving.await.unwrap();
+}
+
 #[tokio::test]
 async fn a_huge_head_is_refused() {
     let server = Running::start(Routes::new().with_healthz()).await;
