@@ -194,6 +194,8 @@ async fn healthcheck_fail_makes_health_and_readiness_fail_until_healthcheck_ok()
     for _ in 0..2 {
         assert_eq!(post("/healthcheck/fail").await, StatusCode::OK);
         assert_eq!(healthz().await, StatusCode::SERVICE_UNAVAILABLE);
+        let (status, _, body) = http_get(door.stats, "/livez").await.unwrap();
+        assert_eq!((status, &body[..]), (StatusCode::OK, &b"ok"[..]));
         let (status, text) = door.readiness().await;
         assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
         assert!(text.contains("/healthcheck/fail"), "{text}");

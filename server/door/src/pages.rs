@@ -26,10 +26,12 @@ const STALE: &str = "ok, with the last known routes: their source cannot be read
 /// `/readyz` text while the file has mistakes and the last good routes stay in force.
 const REJECTED: &str = "ok, with the last known routes: the file is not in force because it has mistakes; the log names them";
 
-/// Returns the pages for health and metrics.
+/// Returns the pages for health and metrics. `/livez` always succeeds: a restart would end connections that a drain or
+/// `/healthcheck/fail` leaves alone.
 pub(super) fn stats(front: &Arc<Front>) -> Routes {
     let [alive, ready_front] = [(); 2].map(|()| front.clone());
     with_metrics(Routes::new(), front)
+        .route("/livez", |_| ready(Reply::text(StatusCode::OK, "ok")))
         .route("/healthz", move |_| ready(health(&alive)))
         .route("/readyz", move |_| ready(readiness(&ready_front)))
 }
