@@ -180,7 +180,13 @@ impl Bound {
                 tokio::select! {
                     () = drained => info!("drained"),
                     () = tokio::time::sleep(drain_timeout) => {
-                                                warn!("the drain timeout passed: closing the connections that are still open");
+                        match *self.agent.active().borrow() {
+                            0 => info!("drained"),
+                            open => warn!(
+                                connections = open,
+                                "the drain timeout passed: closing the connections that are still open"
+                            ),
+                        }
                     }
                     () = shutdown.cancelled() => {}
                 }

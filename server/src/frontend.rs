@@ -138,7 +138,9 @@ impl Frontend {
             ),
             DialError::TooLong(_) => warn!(%error, "dial refused"),
             DialError::Denied(_) => warn!(address = dial.address, %error, "dial denied"),
-            error => info!(address = dial.address, %error, "dial failed"),
+            // The tunnel has logged the peer.
+            DialError::Stream(_) => {}
+            DialError::Uncarried(_) => info!(address = dial.address, %error, "dial failed"),
         }
     }
 }

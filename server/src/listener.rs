@@ -64,8 +64,8 @@ pub(crate) struct ListenerContext {
 /// Logs a refused peer with the reason as a warning, then counts the peer. When the count changes, the log line is thus
 /// already written.
 fn reject(metrics: &ServerMetrics, kind: Listener, reason: RejectReason, peer: &str, why: &str) {
-    let label = reason.as_str();
-    warn!(listener = ?kind, reason = label, peer, why, "connection refused");
+    let (listener, label) = (kind.as_str(), reason.as_str());
+    warn!(listener, reason = label, peer, why, "connection refused");
     metrics.rejected.get((kind, reason)).increment(1);
 }
 
@@ -79,7 +79,10 @@ pub(crate) fn handshake_failed(
     let reason = match error.kind() {
         // A load balancer's port check connects and leaves without sending a byte.
         io::ErrorKind::UnexpectedEof => {
-            debug!(listener = ?kind, peer, "the peer left during the TLS handshake");
+            debug!(
+                listener = kind.as_str(),
+                peer, "the peer left during the TLS handshake"
+            );
             let labels = (kind, RejectReason::HandshakeFailed);
             return metrics.rejected.get(labels).increment(1);
         }
@@ -134,7 +137,7 @@ impl ListenerContext {
             Err(Refused { peer, why }) => {
                 match why {
                     HeaderError::Left => {
-                        debug!(listener = ?self.kind, %peer, "the peer left before its PROXY protocol header");
+                        debug!(listener = self.kind.as_str(), %peer, "the peer left before its PROXY protocol header");
                     }
                     HeaderError::Unadmitted(why) => self.refuse(why, &peer.to_string()),
                     why => {

@@ -107,6 +107,7 @@ impl FileSet for NoFiles {
     fn load(&mut self, _contents: &[Vec<u8>]) -> Result<Loaded<()>, ReadError> {
         let expiry = Expiry {
             own: Some(0),
+            leaf: Some(0),
             ca: Some(0),
             crl: Some(0),
         };

@@ -125,7 +125,8 @@ impl Bound {
         } = self.config;
         let metrics = self.metrics;
         let registry = metrics.registry().clone();
-        info!(addresses = ?self.addresses, %proxy, "serving");
+        let Addresses { listen, stats } = &self.addresses;
+        info!(?listen, %stats, %proxy, "serving");
         let (tasks, upkeep) = (TaskTracker::new(), TaskTracker::new());
         let [closing, cut, stop] = [(); 3].map(|()| CancellationToken::new());
         // Dropping this future also ends the tasks on other threads.

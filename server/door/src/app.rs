@@ -21,6 +21,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
+use tracing::field::display;
 use tracing::{info, warn};
 
 use super::balancer::Balancer;
@@ -178,7 +179,16 @@ impl Bound {
             cut: CancellationToken::new(),
             closing: closing.clone(),
         });
-        info!(addresses = ?self.addresses, "serving");
+        let Addresses {
+            sni,
+            quic,
+            tunneling,
+            stats,
+            admin,
+        } = self.addresses;
+        let [sni, quic, tunneling, admin] =
+            [sni, quic, tunneling, admin].map(|address| address.map(display));
+        info!(sni, quic, tunneling, admin, %stats, "serving");
         let (accepting, upkeep) = (TaskTracker::new(), TaskTracker::new());
         let stop = CancellationToken::new();
         let (changes, changed) = watch::channel(0);

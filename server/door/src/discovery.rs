@@ -22,7 +22,7 @@ use kube::{Api, Client};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
-use tracing::{info, warn};
+use tracing::warn;
 
 use super::annotations::OTHER_ANNOTATIONS;
 use super::balancer::{Balancer, Reporter};
@@ -199,7 +199,7 @@ impl Discovery {
         self.metrics.problems.set(problems.len() as f64);
         if change != Default::default() {
             self.metrics.applied.increment(1);
-            info!(?change, "routes changed");
+            change.log();
         }
         let is_new = |problem: &&String| self.problems.binary_search(problem).is_err();
         for problem in problems.iter().filter(is_new) {

@@ -30,7 +30,7 @@ use serde_saphyr::Spanned;
 use tokio::sync::watch;
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
-use tracing::{error, info, warn};
+use tracing::{error, warn};
 
 use super::annotations::server_name;
 use super::metrics::{ProxyMetrics, SourceState};
@@ -209,7 +209,7 @@ impl Follower {
             Ok(routes) => {
                 let change = self.table.apply(routes);
                 self.metrics.applied.increment(1);
-                info!(?change, "routes changed");
+                change.log();
                 true
             }
             Err(problems) => {

@@ -9,6 +9,7 @@ use std::sync::{Arc, Weak};
 
 use culvert_native::quic::connection_id::Tag;
 use parking_lot::{Mutex, RwLock};
+use tracing::info;
 
 use super::routes::{Backend, Routes, UpstreamKey};
 use super::upstream::Upstream;
@@ -40,6 +41,21 @@ pub(crate) struct Change {
     pub moved: usize,
     /// True if names, authorities or node ports differ.
     pub rerouted: bool,
+}
+
+// === impl Change ===
+
+impl Change {
+    /// Logs the change.
+    pub(crate) fn log(self) {
+        let Self {
+            added,
+            removed,
+            moved,
+            rerouted,
+        } = self;
+        info!(added, removed, moved, rerouted, "routes changed");
+    }
 }
 
 // === impl Table ===

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use culvert_stream::Dial;
 use tokio::time::Instant;
-use tracing::debug;
+use tracing::info;
 
 use super::registry::Chosen;
 use super::{Connection, Registry};
@@ -76,10 +76,11 @@ impl Konnectivity {
                 | StreamDialError::TimedOut => Instant::now() < deadline,
                 StreamDialError::Refused(_) | StreamDialError::Abandoned => false,
             };
+            let agent = stream.hello().agent_id.as_str();
+            info!(agent, address = dial.address, %error, retry = again, "dial failed");
             if !again {
                 return Err(error.into());
             }
-            debug!(agent = stream.hello().agent_id, %error, "trying another agent");
             attempts.failed(error.into());
         }
     }

@@ -63,7 +63,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use tracing::{debug, info, warn};
+use tracing::{info, warn};
 
 use self::certificate_reload::TlsMaterial;
 use self::clients::{Clients, Way};
@@ -276,7 +276,14 @@ impl Openvpn {
     async fn try_clients(&self, dial: &Dial, deadline: Instant) -> Result<Connection, DialError> {
         let _pending = GaugeGuard::new(&self.metrics.pending_backend_dials);
         let found = timeout_at(deadline, self.target(dial)).await;
-        let target = found.map_err(|_| StreamDialError::TimedOut)??;
+        let Ok(target) = found else {
+            info!(
+                address = dial.address,
+                "dial failed: the name was not resolved in time"
+            );
+            return Err(StreamDialError::TimedOut.into());
+        };
+        let target = target?;
         let mut attempts = Attempts::new(DialError::NoClient);
         loop {
             let choose = |tried: &[_]| self.clients.way(*target.ip(), tried);
@@ -296,14 +303,15 @@ impl Openvpn {
                 dialed = timeout_at(deadline, way.peer.dial(target)) => match dialed {
                     Ok(Ok(stream)) => return Ok(self.connection(stream, &way)),
                     Ok(Err(broken)) => self.failed(broken, &dial.address, &way),
-                    Err(_) => return Err(StreamDialError::TimedOut.into()),
+                    Err(_) => StreamDialError::TimedOut.into(),
                 },
                 () = suspect => StreamDialError::TimedOut.into(),
             };
-            if error.is_final() {
+            let retry = !error.is_final() && Instant::now() < deadline;
+            info!(client = %way.name, address = dial.address, %error, retry, "dial failed");
+            if !retry {
                 return Err(error);
             }
-            debug!(client = %way.name, %error, "trying another OpenVPN client");
             attempts.failed(error);
         }
     }

@@ -1,5 +1,6 @@
 //! The reader of messages from the body of a call.
 
+use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
@@ -182,11 +183,19 @@ where
         match error.downcast::<h2::Error>() {
             // As in grpc-go, whose server cancels a call with its stream.
             Ok(error) if matches!(self.ending, Ending::Request) => {
-                Err(Status::cancelled(error.to_string()))
+                Err(Status::cancelled(text_of(&error)))
             }
-            Ok(error) => Err(Status::new(code_of(&error), error.to_string())),
+            Ok(error) => Err(Status::new(code_of(&error), text_of(&error))),
             Err(error) => Err(Status::from_error(error)),
         }
+    }
+}
+
+/// Returns the text of an error of HTTP/2. rustls has its own long text for a peer that leaves without an alert.
+fn text_of(error: &h2::Error) -> String {
+    match error.get_io().map(io::Error::kind) {
+        Some(io::ErrorKind::UnexpectedEof) => "the peer closed the connection".to_owned(),
+        _ => error.to_string(),
     }
 }
 
