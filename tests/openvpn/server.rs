@@ -452,6 +452,15 @@ fn rejected_clients_are_logged_and_do_not_affect_others() {
         server.says("ccd-exclusive").await;
         let rejected = [("outcome", "rejected")];
         assert_eq!(server.metric("handshakes_total", &rejected).await, 1.0);
+        let with = "--proto tcp --data-ciphers AES-256-CBC";
+        let client = client_with(openvpn, &cluster, "tun7", &pki.user_cluster, with);
+        client.says("AUTH_FAILED", 1).await;
+        server.says("add a cipher of the client").await;
+        let log = server.program.log();
+        let line = log.lines().find(|line| line.contains("add a cipher"));
+        for part in ["user-cluster-client", "offers AES-256-CBC,", "AES-256-GCM"] {
+            assert!(line.unwrap().contains(part), "{part}: {line:?}");
+        }
         // Input that is not OpenVPN ends only the connection that carries it.
         for garbage in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0; 64], &[0, 14, 0xff, 1]] {
             let to = SocketAddrV4::new(SEED, 1194);

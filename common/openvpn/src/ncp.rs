@@ -5,11 +5,15 @@ mod tests;
 
 use crate::cipher::Cipher;
 use crate::options::PeerOptions;
-use crate::peer_info::PeerInfo;
+use crate::peer_info::{PeerInfo, printable};
 
 /// Reason after `AUTH_FAILED,` for a client that shares no cipher with the server.
 pub(crate) const NO_SHARED_CIPHER: &str =
     "Data channel cipher negotiation failed (no shared cipher)";
+
+/// Longest list of offered ciphers in the log, in characters. A client chooses the list; a list of all ciphers of OpenVPN
+/// 2.6 has about 400.
+const MAX_OFFERED: usize = 512;
 
 /// Server's choice for one client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,6 +58,28 @@ pub fn choose_as_server(
         fallback.filter(|_| !push && (options.cipher.is_none() || configured == fallback));
     let cipher = choice.or(fallback)?;
     Some(Choice { cipher, push })
+}
+
+/// Returns the ciphers that a client offers, for the log: the value of `IV_CIPHERS` in `lines`, which also names ciphers
+/// that this crate does not support, or else the ciphers of an old client.
+pub(crate) fn offered(lines: &str, client: &PeerInfo, options: &PeerOptions) -> String {
+    let list = || {
+        lines
+            .lines()
+            .find_map(|line| line.strip_prefix("IV_CIPHERS="))
+    };
+    let names = match client.ciphers.as_ref().and_then(|_| list()) {
+        Some(list) => vec![list],
+        None => {
+            let ncp = (client.ncp >= 2).then_some("AES-256-GCM:AES-128-GCM");
+            ncp.into_iter().chain(options.cipher.as_deref()).collect()
+        }
+    };
+    let names = printable(&names.join(":"));
+    match names.trim_end() {
+        "" => "none".to_owned(),
+        names => names.chars().take(MAX_OFFERED).collect(),
+    }
 }
 
 /// Returns the cipher that the server pushed, or else the cipher in the server's options string. Fails if

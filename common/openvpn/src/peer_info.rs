@@ -99,7 +99,7 @@ impl PeerInfo {
 }
 
 /// Replaces everything outside printable ASCII by `_`, because the text of a peer must not control a terminal.
-fn printable(text: &str) -> String {
+pub(crate) fn printable(text: &str) -> String {
     let safe = |char| match char {
         ' '..='~' => char,
         _ => '_',

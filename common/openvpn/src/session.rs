@@ -38,6 +38,7 @@ use crate::packet::{DataHeader, KeyId, SessionId};
 use crate::payload::{EXIT, PING, Payload};
 use crate::rate::RateLimit;
 use crate::replay::ReplayError;
+use crate::tls::PeerIdentity;
 use crate::wrap::Wrap;
 
 pub use crate::control::push::NotPushable;
@@ -402,6 +403,11 @@ impl Session {
             });
             self.events.push_back(Event::Ended(reason));
         }
+    }
+
+    /// Returns the names in the peer's certificate; `None` before the certificate is verified.
+    pub fn identity(&self) -> Option<PeerIdentity> {
+        self.current.as_ref()?.channel()?.identity()
     }
 
     /// Returns true between [`Event::Established`] and [`Event::Ended`].

@@ -127,3 +127,20 @@ fn client_accepts_only_allowed_ciphers() {
         Err(NcpError::Unnamed)
     );
 }
+
+#[test]
+fn offered_ciphers_are_shown_in_the_clients_spelling() {
+    let shown = |lines: &str, options| offered(lines, &client(lines), &options);
+    let long = format!("IV_CIPHERS={}", "x".repeat(1000));
+    assert_eq!(shown(&long, options("BF-CBC")).len(), MAX_OFFERED);
+    for (lines, expected) in [
+        ("IV_CIPHERS=BF-CBC:AES-256-CBC\n", "BF-CBC:AES-256-CBC"),
+        ("IV_CIPHERS=\u{1b}[31m\n", "_[31m"),
+        ("IV_CIPHERS=\n", "none"),
+        ("IV_NCP=2\n", "AES-256-GCM:AES-128-GCM:BF-CBC"),
+        ("", "BF-CBC"),
+    ] {
+        assert_eq!(shown(lines, options("BF-CBC")), expected);
+    }
+    assert_eq!(shown("", PeerOptions::default()), "none");
+}

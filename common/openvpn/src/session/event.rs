@@ -90,6 +90,16 @@ pub enum Ended {
     /// receives the text.
     #[error("client rejected: {0}")]
     Rejected(String),
+    /// Server role: the client shares no cipher with the server. The client receives a text without the lists.
+    #[error(
+        "client rejected: no shared cipher: the client offers {offered}, and we allow {allowed}"
+    )]
+    NoSharedCipher {
+        /// Ciphers that the client offers, in the client's spelling.
+        offered: String,
+        /// Ciphers that the server allows.
+        allowed: String,
+    },
     /// Client role: the server refused the client.
     #[error("the server refused us{}: {reason}", if *temporary { " for now" } else { "" })]
     AuthFailed {

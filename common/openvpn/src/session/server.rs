@@ -10,6 +10,7 @@ use super::event::{Authenticated, Ended, Event};
 use super::keys::Agreed;
 use super::{Push, ServerConfig, Session, Side, Slot};
 use crate::Role;
+use crate::cipher::Cipher;
 use crate::compress::Framing;
 use crate::control::push::{self, NotPushable, OURS};
 use crate::control::{AUTH_FAILED, RESTART};
@@ -99,7 +100,12 @@ impl Session {
             return self.refuse("the option fragment is not supported, remove it", now);
         }
         if choice.is_none() {
-            return self.refuse(ncp::NO_SHARED_CIPHER, now);
+            let ended = Ended::NoSharedCipher {
+                offered: ncp::offered(&message.peer_info, &info, &self.client.options),
+                allowed: Cipher::list(&self.side.common().ciphers),
+            };
+            self.send_text(&format!("{AUTH_FAILED},{}", ncp::NO_SHARED_CIPHER), now);
+            return self.end(ended, now);
         }
         self.events
             .push_back(Event::Authenticated(Box::new(Authenticated {

@@ -35,6 +35,8 @@ pub(super) struct Client {
     candidate: Option<Arc<Candidate>>,
     /// Client with a valid certificate whose file is not read yet.
     waiting: Option<Waiting>,
+    /// Common name of the verified certificate, before admission.
+    common_name: Option<String>,
     admission: Option<Admission>,
     established: bool,
     /// Set when the reason of a refusal was already logged.
@@ -70,6 +72,7 @@ impl Client {
             kick,
             candidate,
             waiting: None,
+            common_name: None,
             admission: None,
             established: false,
             refused: false,
@@ -84,9 +87,10 @@ impl Client {
         self
     }
 
-    /// Returns the client's name for logs; "?" before admission.
+    /// Returns the client's name for logs; "?" before its certificate is verified.
     pub(super) fn name(&self) -> &str {
-        self.admission.as_ref().map_or("?", |known| &known.name)
+        let admitted = self.admission.as_ref().map(|known| known.name.as_str());
+        admitted.or(self.common_name.as_deref()).unwrap_or("?")
     }
 
     /// Admits or refuses a client with a valid certificate.
@@ -158,8 +162,12 @@ impl Client {
         }
     }
 
-    /// Handles the other events of a session.
-    pub(super) fn note(&mut self, event: &Event) {
+    /// Handles the other events of a session. `session` is `None` for a session that was removed already.
+    pub(super) fn note(&mut self, event: &Event, session: Option<&Session>) {
+        if self.admission.is_none() {
+            let identity = session.and_then(Session::identity);
+            self.common_name = identity.map(|identity| identity.common_name);
+        }
         match event {
             Event::Rekeyed { key_id } => {
                 debug!(client = self.name(), key_id, "OpenVPN keys renewed");
@@ -185,14 +193,20 @@ impl Client {
         }
         let outcome = match ended {
             Ended::Tls(_) => Handshake::Tls,
-            Ended::Rejected(_) => Handshake::Rejected,
+            Ended::Rejected(_) | Ended::NoSharedCipher { .. } => Handshake::Rejected,
             Ended::Negotiation(_) => Handshake::NoAgreement,
             Ended::Protocol(_) => Handshake::Protocol,
             Ended::Evicted => Handshake::Evicted,
             Ended::Closed if self.is_displaced() => Handshake::Evicted,
             _ => Handshake::Unfinished,
         };
-        self.failed(outcome, &ended.to_string());
+        let advice = match ended {
+            Ended::NoSharedCipher { .. } => {
+                "; add a cipher of the client to --openvpn-data-ciphers, or an allowed cipher to the client's data-ciphers"
+            }
+            _ => "",
+        };
+        self.failed(outcome, &format!("{ended}{advice}"));
     }
 
     /// Returns true if another connection has displaced this half-open connection.
@@ -248,7 +262,7 @@ impl Role for Client {
     fn event(
         &mut self,
         event: Event,
-        _session: &mut Session,
+        session: &mut Session,
         streams: &mut Option<Streams>,
         now: Moment,
     ) {
@@ -262,7 +276,7 @@ impl Role for Client {
                 self.waiting = Some(Waiting { client, file });
             }
             Event::Established(agreed) => *streams = self.established(&agreed, now),
-            other => self.note(&other),
+            other => self.note(&other, Some(session)),
         }
     }
 

@@ -211,7 +211,7 @@ impl Udp {
                 Event::Established(agreed) => {
                     member.streams = member.client.established(agreed, now);
                 }
-                other => member.client.note(other),
+                other => member.client.note(other, self.hub.session(peer)),
             }
             if matches!(event, Event::Ended(_)) {
                 if let Some(stats) = self.hub.session_stats(peer) {
@@ -229,7 +229,8 @@ impl Udp {
             (Some(remote), _) => {
                 let kick = CancellationToken::new();
                 let clients = self.clients.clone();
-                Client::new(clients, remote, Transport::Udp, kick, None).note(event);
+                let mut client = Client::new(clients, remote, Transport::Udp, kick, None);
+                client.note(event, self.hub.session(peer));
             }
             // An evicted session is removed at once, so its address is unknown.
             (None, Event::Ended(Ended::Evicted)) => {
