@@ -121,6 +121,8 @@ pub struct Hub {
     /// Last counters of dropped sessions whose end is in `events`.
     dropped: HashMap<PeerId, Stats>,
     stats: HubStats,
+    /// Sender of the last packet in [`HubStats::bad_wrap`], until the owner takes it.
+    mismatched: Option<SocketAddr>,
 }
 
 impl Hub {
@@ -147,6 +149,7 @@ impl Hub {
             events: VecDeque::new(),
             dropped: HashMap::new(),
             stats: HubStats::default(),
+            mismatched: None,
         }
     }
 
@@ -485,6 +488,11 @@ impl Hub {
             .enumerate()
             .filter(|(_, slot)| slot.is_some());
         live.filter_map(|(index, _)| u32::try_from(index).ok().map(PeerId))
+    }
+
+    /// Returns the sender of the last packet that counts in [`HubStats::bad_wrap`], once. The address may be forged.
+    pub fn take_mismatched(&mut self) -> Option<SocketAddr> {
+        self.mismatched.take()
     }
 
     /// Returns the counters.

@@ -62,11 +62,12 @@ impl Hub {
         // The session opens the datagram a second time, so this check works on a copy.
         let mut copy = BytesMut::from(datagram);
         let Ok((packet, _)) = self.config.common.wrap.open(&mut copy) else {
-            self.stats.bad_wrap += 1;
-            return;
+            return self.mismatch(from);
         };
         match (packet.opcode, packet.peer_session, packet.id) {
             (Opcode::HardResetClientV2, None, Some(0)) => self.answer(from, header.session, now),
+            // The id of a RESET is 0. Without a wrap here, the bytes of the client's wrap look like another id.
+            (Opcode::HardResetClientV2, _, Some(1..)) => self.mismatch(from),
             // The echo was lost. Clients before 2.6 repeat the echo only after another answer.
             (Opcode::ControlV1, None, Some(1)) => self.answer(from, header.session, now),
             // A client that acknowledges a later packet had a session before. Its TLS handshake cannot continue in a new
@@ -87,6 +88,11 @@ impl Hub {
             }
             _ => self.stats.unknown += 1,
         }
+    }
+
+    fn mismatch(&mut self, from: Path) {
+        self.stats.bad_wrap += 1;
+        self.mismatched = Some(from.remote);
     }
 
     fn wait(&mut self, start: Start) {

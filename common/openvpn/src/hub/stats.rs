@@ -13,7 +13,7 @@ pub struct HubStats {
     pub malformed: u64,
     /// Packets without a session.
     pub unknown: u64,
-    /// Packets without a session that tls-auth or tls-crypt rejected.
+    /// Packets without a session that tls-auth or tls-crypt rejected, or that only a wrap explains.
     pub bad_wrap: u64,
     /// Sessions that were dropped before they were established, to make room for a new session.
     pub evicted: u64,

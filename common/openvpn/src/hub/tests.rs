@@ -248,6 +248,24 @@ fn many_clients_share_one_socket() {
 }
 
 #[test]
+fn packets_with_another_wrap_are_counted_and_their_last_sender_is_kept() {
+    let key = crate::keys::KeyBlock::from_bytes([7; crate::keys::KEY_BLOCK_LEN]);
+    let mut net = Net::default();
+    let auth = WrapKey::tls_auth(&key, KeyDirection::Inverse, crate::cipher::Digest::Sha1);
+    let crypt = WrapKey::tls_crypt(&key, crate::Role::Client).unwrap();
+    for (host, wrap) in [(1, auth), (2, crypt)] {
+        let mut client = client_config(Transport::Udp);
+        client.common.wrap = wrap;
+        net.join(at(host, 1000), client);
+        net.run(Duration::from_secs(30));
+        assert_eq!(net.hub.take_mismatched(), Some(at(host, 1000)));
+        assert_eq!(net.hub.take_mismatched(), None);
+    }
+    let stats = net.hub.stats();
+    assert!(stats.bad_wrap > 0 && stats.unknown == 0, "{stats:?}");
+}
+
+#[test]
 fn wrapped_handshakes_continue_after_the_cookie() {
     let key = || crate::keys::KeyBlock::from_bytes([7; crate::keys::KEY_BLOCK_LEN]);
     for crypt in [false, true] {

@@ -15,12 +15,13 @@ use crate::negotiation::{Failure, Negotiation, Step};
 use crate::packet::{ControlPacket, KeyId, Opcode, PacketError};
 use crate::reliable::Received;
 use crate::tls::{Channel, PeerIdentity, TlsError};
-use crate::wrap::OpenError;
+use crate::wrap::{OpenError, WRAP_HINT};
 
 impl Session {
     /// Processes a control packet. Over TCP an invalid packet ends the session, because TCP does not damage
     /// packets by chance.
     pub(super) fn control(&mut self, packet: &mut [u8], now: Instant) -> Result<(), Dropped> {
+        let is_first = self.ids.is_none();
         let result = match self.wrap.open(packet, now) {
             Ok(packet) => self
                 .opened(&packet, now)
@@ -33,7 +34,14 @@ impl Session {
                 Dropped::OutOfWindow | Dropped::WrongKey | Dropped::Ended
             );
             if self.side.common().transport == Transport::Tcp && !harmless {
-                self.end(Ended::Protocol(text), now);
+                let is_mismatch = is_first && dropped != Dropped::Unsupported;
+                self.end(
+                    Ended::Protocol(match is_mismatch {
+                        true => format!("first packet not readable ({text}): {WRAP_HINT}"),
+                        false => text,
+                    }),
+                    now,
+                );
             }
             dropped
         })

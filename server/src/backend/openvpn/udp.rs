@@ -5,12 +5,15 @@
 
 use std::collections::BTreeMap;
 use std::future::poll_fn;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use culvert_openvpn::hub::{Hub, HubStats, Limits, PeerId};
 use culvert_openvpn::options::Transport;
 use culvert_openvpn::session::{Ended, Event, ServerConfig};
+use culvert_openvpn::wrap::WRAP_HINT;
 use culvert_openvpn_io::clock::{Clock, UDP_SERVER_GOODBYE};
 use culvert_openvpn_io::datagrams::Datagrams;
 use culvert_openvpn_io::link::Role as _;
@@ -19,6 +22,7 @@ use culvert_openvpn_io::streams::Streams;
 use culvert_openvpn_io::{Moment, now};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
+use tracing::info;
 
 use super::clients::Clients;
 use super::metrics::Handshake;
@@ -35,6 +39,10 @@ const OUT_BYTES: usize = 64 << 10;
 
 /// Limit of sessions that are not established; see [`Limits::half_open`].
 const MAX_HALF_OPEN: usize = 256;
+
+/// Shortest time between two lines about packets with another wrap. Strangers may send such packets from forged
+/// addresses.
+const MISMATCH_PAUSE: Duration = Duration::from_secs(60);
 
 struct Member {
     client: Client,
@@ -55,6 +63,8 @@ pub(super) struct Udp {
     first: Option<PeerId>,
     clock: Clock,
     reported: HubStats,
+    /// Time of the last line about a packet with another wrap.
+    mismatch_logged: Option<Moment>,
 }
 
 impl Udp {
@@ -79,6 +89,7 @@ impl Udp {
             first: None,
             clock: Clock::default(),
             reported: HubStats::default(),
+            mismatch_logged: None,
         }
     }
 
@@ -342,12 +353,26 @@ impl Udp {
         self.clock.poll_until(timeouts, cx)
     }
 
+    /// Returns the sender of a packet with another wrap, at most once in [`MISMATCH_PAUSE`].
+    fn take_mismatched(&mut self, now: Moment) -> Option<SocketAddr> {
+        let remote = self.hub.take_mismatched()?;
+        let paused = |at| now < at + MISMATCH_PAUSE;
+        if self.mismatch_logged.is_some_and(paused) {
+            return None;
+        }
+        self.mismatch_logged = Some(now);
+        Some(SocketAddr::new(remote.ip().to_canonical(), remote.port()))
+    }
+
     fn report(&mut self) {
         for (peer, member) in &mut self.members {
             if let Some(stats) = self.hub.session_stats(*peer) {
                 let (streams, unsealed) = (member.streams.as_ref(), member.unsealed);
                 member.client.report(stats, streams, unsealed);
             }
+        }
+        if let Some(remote) = self.take_mismatched(now()) {
+            info!(%remote, "OpenVPN packet dropped: first packet not readable: {WRAP_HINT}");
         }
         let growth = Growth::update(&mut self.reported, *self.hub.stats());
         self.clients.metrics.add_hub(&growth);
@@ -367,6 +392,31 @@ mod tests {
     use super::super::clients::tests::World;
     use super::super::listen::tests::server_config;
     use super::*;
+
+    #[tokio::test]
+    async fn packets_with_another_wrap_cause_one_line_in_a_minute() {
+        let world = World::new(|_| {});
+        let socket = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+        let config = watch::Sender::new(Arc::new(server_config(Transport::Udp))).subscribe();
+        let mut udp = Udp::new(
+            Datagrams::new(socket).unwrap(),
+            config,
+            world.clients.clone(),
+            10,
+        );
+        let start = now();
+        let mut lines = Vec::new();
+        for second in 0..120_u16 {
+            // The header of a RESET, and an impossible number of acknowledgements.
+            let mut packet = [&[7 << 3][..], &[1; 8], &[196]].concat();
+            let from = SocketAddr::from(([192, 0, 2, 1], second));
+            let at = start + Duration::from_secs(second.into());
+            udp.hub.input(from, &mut packet, at, &mut |_, _| {});
+            lines.extend(udp.take_mismatched(at));
+        }
+        let expected = [0, 60].map(|port| SocketAddr::from(([192, 0, 2, 1], port)));
+        assert_eq!(lines, expected);
+    }
 
     #[tokio::test(start_paused = true)]
     async fn socket_that_is_not_writable_lets_the_task_sleep() {

@@ -126,6 +126,32 @@ fn connects_with_every_wrap() {
 }
 
 #[test]
+fn server_over_tcp_explains_every_wrap_mismatch() {
+    let other = KeyBlock::from_bytes([7; KEY_BLOCK_LEN]);
+    let auth = |key: &KeyBlock, direction| WrapKey::tls_auth(key, direction, Digest::Sha1);
+    let ours = auth(&static_key(), KeyDirection::Normal);
+    for (at_server, at_client) in [
+        (WrapKey::none(), auth(&other, KeyDirection::Inverse)),
+        (
+            WrapKey::none(),
+            WrapKey::tls_crypt(&other, Role::Client).unwrap(),
+        ),
+        (ours.clone(), WrapKey::none()),
+        (ours.clone(), auth(&other, KeyDirection::Inverse)),
+        (ours, auth(&static_key(), KeyDirection::Normal)),
+    ] {
+        let mut client = client_config(Transport::Tcp);
+        let mut server = server_config(Transport::Tcp);
+        client.common.wrap = at_client;
+        server.common.wrap = at_server;
+        let mut sim = Sim::new(client, server, CLEAN, 1);
+        sim.run(Duration::from_secs(1));
+        let ended = sim.server.ended().unwrap().to_string();
+        assert!(ended.contains("same tls-auth or tls-crypt key"), "{ended}");
+    }
+}
+
+#[test]
 fn wrap_mismatch_ends_tcp_and_times_out_over_udp() {
     for transport in BOTH {
         let mut server = server_config(transport);
