@@ -310,7 +310,9 @@ impl DialError {
             Self::Uncarried(_) | Self::TooLong(_) => Some(DialFailureReason::ErrorResponse),
             Self::Denied(_) => Some(DialFailureReason::Denied),
             Self::TooManyDials(_) => Some(DialFailureReason::TooManyDials),
-            Self::Stream(StreamDialError::AgentLost) => Some(DialFailureReason::BackendClose),
+            Self::Stream(StreamDialError::AgentLost | StreamDialError::ClientLost) => {
+                Some(DialFailureReason::BackendClose)
+            }
             Self::Stream(StreamDialError::NotSent | StreamDialError::TimedOut) => {
                 Some(DialFailureReason::BackendDialTimeout)
             }

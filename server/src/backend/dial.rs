@@ -30,6 +30,9 @@ pub enum StreamDialError {
     /// The stream ended before the agent answered.
     #[error("the agent's stream ended while the dial was pending")]
     AgentLost,
+    /// The OpenVPN client left before the endpoint answered.
+    #[error("the OpenVPN client disconnected while the dial was pending")]
+    ClientLost,
     /// The agent accepted no packet before the deadline.
     #[error("timed out waiting for backend dial")]
     NotSent,
@@ -124,7 +127,10 @@ impl<I> Attempts<I> {
 
     /// Records the error of the current peer.
     pub(crate) fn failed(&mut self, error: DialError) {
-        let is_lost = error == DialError::Stream(StreamDialError::AgentLost);
+        let is_lost = matches!(
+            error,
+            DialError::Stream(StreamDialError::AgentLost | StreamDialError::ClientLost)
+        );
         self.failed += usize::from(!is_lost);
         self.last = error;
     }
@@ -169,6 +175,7 @@ mod tests {
         };
         for _ in 0..10 {
             fail(&mut attempts, StreamDialError::AgentLost).unwrap();
+            fail(&mut attempts, StreamDialError::ClientLost).unwrap();
         }
         for slow in 1..=MAX_ATTEMPTS {
             assert_eq!(attempts.may_move(), slow < MAX_ATTEMPTS);

@@ -72,6 +72,7 @@ impl Konnectivity {
             }
             let again = match error {
                 StreamDialError::AgentLost
+                | StreamDialError::ClientLost
                 | StreamDialError::NotSent
                 | StreamDialError::TimedOut => Instant::now() < deadline,
                 StreamDialError::Refused(_) | StreamDialError::Abandoned => false,

@@ -352,7 +352,7 @@ impl Openvpn {
             Broken::Dial(_) | Broken::Busy => {
                 return DialError::Uncarried(format!("dial tcp {address}: {broken}"));
             }
-            _ => return StreamDialError::AgentLost.into(),
+            _ => return StreamDialError::ClientLost.into(),
         };
         let reason = DialFailureReason::ErrorResponse;
         self.metrics.dial_failures(reason).increment(1);
@@ -396,4 +396,46 @@ async fn resolve(address: &str) -> Result<SocketAddrV4, String> {
         })
         .next()
         .ok_or_else(|| text("no IPv4 address: the OpenVPN tunnel carries nothing else"))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use culvert_openvpn::flows::Config;
+    use culvert_openvpn_io::now;
+    use culvert_openvpn_io::streams::Streams;
+
+    use super::clients::tests::World;
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn pending_dial_reports_that_its_client_has_disconnected() {
+        let world = World::new(|_| {});
+        world.file("user", "iroute 172.25.0.0 255.255.0.0\n");
+        let (admission, _) = world.admit("user").unwrap();
+        let streams = Streams::new(Config::default(), now());
+        admission.connected(streams.peer());
+        let tunnel = Openvpn {
+            clients: world.clients.clone(),
+            nodes: None,
+            known: None,
+            destinations: Arc::default(),
+            metrics: Arc::new(ServerMetrics::new(&[]).unwrap()),
+        };
+        let dial = Dial {
+            protocol: "tcp".to_owned(),
+            address: "172.25.3.4:10250".to_owned(),
+        };
+        let deadline = Instant::now() + Duration::from_secs(30);
+        let leaves = async {
+            tokio::task::yield_now().await;
+            drop((admission, streams));
+        };
+        let (dialed, ()) = tokio::join!(tunnel.try_clients(&dial, deadline), leaves);
+        let error = dialed.err().unwrap();
+        assert_eq!(error, DialError::Stream(StreamDialError::ClientLost));
+        let text = "the OpenVPN client disconnected while the dial was pending";
+        assert_eq!(error.to_string(), text);
+    }
 }

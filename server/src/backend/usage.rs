@@ -138,9 +138,11 @@ impl From<&DialError> for DialOutcome {
             | DialError::Denied(_)
             | DialError::TooLong(_)
             | DialError::Stream(StreamDialError::Refused(_)) => Self::Refused,
-            DialError::Stream(StreamDialError::Abandoned | StreamDialError::AgentLost) => {
-                Self::Lost
-            }
+            DialError::Stream(
+                StreamDialError::Abandoned
+                | StreamDialError::AgentLost
+                | StreamDialError::ClientLost,
+            ) => Self::Lost,
             DialError::Stream(StreamDialError::NotSent | StreamDialError::TimedOut) => {
                 Self::TimedOut
             }

@@ -180,9 +180,9 @@ fn answer(error: &DialError) -> Vec<u8> {
         DialError::TooLong(_) => connect::failure(400, &error.to_string()),
         DialError::TooManyDials(_) => connect::failure(503, &error.to_string()),
         DialError::Denied(text) => connect::failure(403, text),
-        DialError::Stream(StreamDialError::AgentLost | StreamDialError::Abandoned) => {
-            connect::failure(502, &format!("Backend context error: {error}"))
-        }
+        DialError::Stream(
+            StreamDialError::AgentLost | StreamDialError::ClientLost | StreamDialError::Abandoned,
+        ) => connect::failure(502, &format!("Backend context error: {error}")),
         DialError::Stream(StreamDialError::NotSent) => {
             connect::failure(504, &format!("Failed to tunnel dial request: {error}"))
         }
