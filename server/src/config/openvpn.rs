@@ -166,6 +166,9 @@ impl OpenvpnFlags {
         p.require(access.prefix_len() <= 16, || {
             format!("--openvpn-node-access-network: {access} has no room for the two octets of a node, /16 is the smallest")
         });
+        for warning in overlaps(network, access, &server.routes) {
+            p.warn(warning);
+        }
         let file = &server.common.timers;
         let ping = time(
             p,
@@ -379,6 +382,37 @@ impl OpenvpnFlags {
         });
         topology
     }
+}
+
+/// Returns a warning for each route that shares addresses with the VPN or with the node access network, and for these two
+/// networks. Routes may overlap each other. A node access network that is not one of the routes is not used.
+fn overlaps(network: Ipv4Net, access: Ipv4Net, routes: &[Ipv4Net]) -> Vec<String> {
+    let vpn = ("--openvpn-network", network);
+    let access = routes
+        .contains(&access)
+        .then_some(("--openvpn-node-access-network", access));
+    let others = routes
+        .iter()
+        .filter(|route| access.is_none_or(|(_, net)| net != **route));
+    let others = others.map(|route| ("--openvpn-route", *route));
+    let with_vpn = access.into_iter().chain(others.clone());
+    let with_vpn = with_vpn.map(|other| (vpn, other, "their hosts may look for the server's VPN address in their own network, so dials time out"));
+    let with_access = access.into_iter().flat_map(|access| {
+        others.clone().map(move |other| {
+            (
+                access,
+                other,
+                "one address may belong to a node and to another host",
+            )
+        })
+    });
+    let all = with_vpn.chain(with_access);
+    let shared = all.filter(|((_, one), (_, other), _)| one.contains(other) || other.contains(one));
+    shared
+        .map(|((flag, net), (other_flag, other), effect)| {
+            format!("{flag} {net} overlaps {other_flag} {other}: {effect}; choose networks that do not overlap")
+        })
+        .collect()
 }
 
 fn net(octets: [u8; 4], length: u8) -> Ipv4Net {

@@ -245,3 +245,41 @@ fn watching_nodes_needs_a_kubeconfig() {
     assert_eq!(refused.len(), 1);
     assert!(refused[0].contains("--openvpn-listen"), "{refused:?}");
 }
+
+#[test]
+fn networks_that_overlap_are_warnings() {
+    let files = Files::new();
+    let pods = "--openvpn-route=172.25.0.0/16,172.25.9.0/24,10.254.0.0/16";
+    assert_eq!(read(&files, &[pods]).warnings, Vec::<String>::new());
+    for (network, access, expected) in [
+        (
+            "172.25.0.0/24",
+            "10.254.0.0/16",
+            vec!["--openvpn-network 172.25.0.0/24 overlaps --openvpn-route 172.25.0.0/16: "],
+        ),
+        (
+            "10.254.8.0/24",
+            "10.254.0.0/16",
+            vec![
+                "--openvpn-network 10.254.8.0/24 overlaps --openvpn-node-access-network 10.254.0.0/16: ",
+            ],
+        ),
+        (
+            "10.20.0.0/24",
+            "172.25.0.0/16",
+            vec![
+                "--openvpn-node-access-network 172.25.0.0/16 overlaps --openvpn-route 172.25.9.0/24: ",
+            ],
+        ),
+        // The node access network is not one of the routes, so it is not used.
+        ("10.253.8.0/24", "10.253.0.0/16", vec![]),
+    ] {
+        let network = format!("--openvpn-network={network}");
+        let access = format!("--openvpn-node-access-network={access}");
+        let warnings = read(&files, &[pods, &network, &access]).warnings;
+        assert_eq!(warnings.len(), expected.len(), "{warnings:?}");
+        for (warning, start) in warnings.iter().zip(expected) {
+            assert!(warning.starts_with(start), "{warning}");
+        }
+    }
+}
