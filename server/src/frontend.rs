@@ -138,9 +138,10 @@ impl Frontend {
             ),
             DialError::TooLong(_) => warn!(%error, "dial refused"),
             DialError::Denied(_) => warn!(address = dial.address, %error, "dial denied"),
-            // The tunnel has logged the peer.
-            DialError::Stream(_) => {}
-            DialError::Uncarried(_) => info!(address = dial.address, %error, "dial failed"),
+            DialError::Stream(_, Some(peer)) => {
+                info!(peer, address = dial.address, %error, "dial failed");
+            }
+            error => info!(address = dial.address, %error, "dial failed"),
         }
     }
 }

@@ -310,13 +310,13 @@ impl DialError {
             Self::Uncarried(_) | Self::TooLong(_) => Some(DialFailureReason::ErrorResponse),
             Self::Denied(_) => Some(DialFailureReason::Denied),
             Self::TooManyDials(_) => Some(DialFailureReason::TooManyDials),
-            Self::Stream(StreamDialError::AgentLost | StreamDialError::ClientLost) => {
+            Self::Stream(StreamDialError::AgentLost | StreamDialError::ClientLost, _) => {
                 Some(DialFailureReason::BackendClose)
             }
-            Self::Stream(StreamDialError::NotSent | StreamDialError::TimedOut) => {
+            Self::Stream(StreamDialError::NotSent | StreamDialError::TimedOut, _) => {
                 Some(DialFailureReason::BackendDialTimeout)
             }
-            Self::Stream(StreamDialError::Refused(_) | StreamDialError::Abandoned) => None,
+            Self::Stream(StreamDialError::Refused(_) | StreamDialError::Abandoned, _) => None,
         }
     }
 }

@@ -111,7 +111,11 @@ impl FileSet for NoFiles {
             ca: Some(0),
             crl: Some(0),
         };
-        Ok(Loaded { value: (), expiry })
+        Ok(Loaded {
+            value: (),
+            expiry,
+            doubts: Vec::new(),
+        })
     }
 }
 

@@ -1,11 +1,14 @@
 //! The search for an OpenVPN server: tries all remotes in turn, forever, with growing pauses.
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use culvert_host::file_follower::{PROMPT_READ, read_until};
+use culvert_host::file_follower::{
+    PROMPT_READ, SLOW_READ, read_in_background, read_until, too_slow,
+};
 use culvert_host::net::{dial, listen, long_path};
 use culvert_host::reload::Latest;
 use culvert_host::telemetry::log_once::LogOnce;
@@ -101,7 +104,12 @@ impl Client {
             tls: tls.context("OpenVPN client")?,
             turn: Arc::new(Semaphore::new(1)),
         };
-        let config = client.session_config(Transport::Tcp).await;
+        let (paths, reading) = client.reading(Transport::Tcp);
+        let is_slow = || {
+            let why = too_slow(files::one_of(&paths), SLOW_READ);
+            warn!("{why}; this agent starts once the files are read");
+        };
+        let (config, _) = read_in_background(reading, is_slow).await;
         config.context("OpenVPN client")?;
         Ok(client)
     }
@@ -192,8 +200,21 @@ impl Client {
     }
 
     async fn session_config(&self, transport: Transport) -> Result<ClientConfig, FileError> {
+        let (paths, reading) = self.reading(transport);
+        let configured = read_until(Instant::now() + PROMPT_READ, &self.turn, reading).await;
+        configured.unwrap_or_else(|| Err(FileError::too_slow(&paths, PROMPT_READ)))
+    }
+
+    /// Returns the files of a session, and the function that reads the files.
+    fn reading(
+        &self,
+        transport: Transport,
+    ) -> (
+        Vec<PathBuf>,
+        impl FnOnce() -> Result<ClientConfig, FileError> + Send + use<>,
+    ) {
         let (common, credentials) = (&self.settings.common, &self.settings.credentials);
-        let read = files::paths(common.wrap_key().into_iter().chain(credentials));
+        let paths = files::paths(common.wrap_key().into_iter().chain(credentials));
         let mut config = ClientConfig::new(transport, self.tls.get());
         config.connect_timeout = self.settings.connect_timeout;
         let (common, credentials) = (common.clone(), credentials.clone());
@@ -202,8 +223,7 @@ impl Client {
             config.credentials = credentials.as_ref().map(files::credentials).transpose()?;
             Ok(config)
         };
-        let configured = read_until(Instant::now() + PROMPT_READ, &self.turn, reading).await;
-        configured.unwrap_or_else(|| Err(FileError::too_slow(&read, PROMPT_READ)))
+        (paths, reading)
     }
 }
 

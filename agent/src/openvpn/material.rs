@@ -9,7 +9,6 @@ use culvert_openvpn::Role;
 use culvert_openvpn::tls::{ClientTls, ServerCheck};
 use culvert_openvpn_io::config_file::{Common, Material};
 use culvert_openvpn_io::files::{self, FileError};
-use tracing::warn;
 
 /// The files of a client's TLS configuration, or their inline blocks. Each session uses the latest
 /// content, and an open session the latest CA.
@@ -58,10 +57,11 @@ impl FileSet for TlsMaterial {
         };
         let pair = cert.zip(common.key.as_ref());
         let tls = files::client_tls(&self.ca, pair, check, common.min_version)?;
-        if let Some(doubt) = cert.and_then(|cert| files::doubt(cert, Role::Client)) {
-            warn!("OpenVPN servers will refuse this client's certificate: {doubt}");
-        }
+        let doubt = cert.and_then(|cert| files::doubt(cert, Role::Client));
+        let doubt = doubt
+            .map(|doubt| format!("OpenVPN servers will refuse this client's certificate: {doubt}"));
         Ok(Loaded {
+            doubts: doubt.into_iter().collect(),
             value: Arc::new(tls),
             expiry: files::expiry(cert, &self.ca, None)?,
         })

@@ -17,6 +17,7 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use time::OffsetDateTime;
+use time::format_description::well_known::Rfc3339;
 use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
@@ -26,7 +27,6 @@ use self::metrics::{FileMetrics, Outcome};
 use crate::file_follower::{self, FileFollower, ReadError, read_in_background};
 use crate::telemetry::log_once::LogOnce;
 use crate::telemetry::metrics::{LabelSet, Registry};
-use crate::tls::date;
 
 /// Interval of the checks. A change is in use after the second check that reads the same content. Kubernetes takes
 /// up to two minutes to deliver a changed Secret, so a shorter interval gains nothing. A check of unchanged files
@@ -80,12 +80,14 @@ pub trait FileSet: Send + 'static {
 }
 
 /// A loaded value, and the times at which its certificates expire.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Loaded<T> {
     /// The value.
     pub value: T,
     /// Expiry of the certificates.
     pub expiry: Expiry,
+    /// Reasons why peers may refuse the value. The log has them as warnings once the value is in use.
+    pub doubts: Vec<String>,
 }
 
 /// Times at which the first certificate or CRL of a kind expires, in Unix seconds; `None` without any.
@@ -241,6 +243,7 @@ impl<F: LabelSet + Send + Sync + 'static> Reloader<F> {
             follower,
             loaded,
         } = first;
+        warn_of(&loaded.doubts);
         self.metrics.start(files, loaded.expiry);
         let (value, receiver) = watch::channel(loaded.value);
         self.sets.push(Followed {
@@ -392,6 +395,7 @@ impl<S: FileSet> Source for Published<S> {
             ));
         }
         self.leaf = loaded.expiry.leaf;
+        warn_of(&loaded.doubts);
         self.value.send_replace(loaded.value);
         Ok(loaded.expiry)
     }
@@ -447,10 +451,24 @@ impl<F: LabelSet> Report<F> {
     }
 }
 
+fn warn_of(doubts: &[String]) {
+    for doubt in doubts {
+        warn!("{doubt}");
+    }
+}
+
 /// Returns the text of a label with a single value.
 fn name<F: LabelSet>(files: F) -> &'static str {
     let labels = files.labels();
     labels.first().map_or("", |(_, value)| *value)
+}
+
+/// Returns a time in Unix seconds as text, such as `2026-12-08T06:39:45Z`.
+pub(crate) fn date(seconds: i64) -> String {
+    OffsetDateTime::from_unix_timestamp(seconds)
+        .ok()
+        .and_then(|time| time.format(&Rfc3339).ok())
+        .unwrap_or_else(|| format!("{seconds} s"))
 }
 
 #[cfg(test)]

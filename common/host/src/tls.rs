@@ -29,7 +29,6 @@ use rustls::{
 };
 
 use chain::BoundedChain;
-pub(crate) use expiry::date;
 pub use expiry::{
     earliest_crl_expiry_in_pem, earliest_expiry, earliest_expiry_in_pem, leaf_expiry_in_pem,
 };

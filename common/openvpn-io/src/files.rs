@@ -47,13 +47,18 @@ pub enum FileError {
     },
 }
 
+/// Returns the paths as text, for a problem with one of the files.
+pub fn one_of(paths: &[PathBuf]) -> String {
+    let paths = paths.iter().map(|path| path.display().to_string());
+    paths.collect::<Vec<_>>().join(" or ")
+}
+
 impl FileError {
     /// Returns the error for files that were not read within `limit`.
     pub fn too_slow(paths: &[PathBuf], limit: Duration) -> Self {
-        let paths = paths.iter().map(|path| path.display().to_string());
-        Self::Read {
-            origin: paths.collect::<Vec<_>>().join(" or "),
-            reason: format!("no answer within {} s", limit.as_secs()),
+        Self::Unusable {
+            origin: one_of(paths),
+            problem: format!("no answer within {} s; check the volume", limit.as_secs()),
         }
     }
 

@@ -44,8 +44,8 @@ pub trait Role: Send {
         drop(incoming);
     }
 
-    /// Runs before each turn, to update certificates and to make decisions that wait for a file. Wakes the task of `cx` for
-    /// another turn.
+    /// Runs before each turn, to update certificates and to make decisions that wait for a file. `cx` has the waker
+    /// for a decision that is ready.
     fn turn(&mut self, session: &mut Session, cx: &mut Context<'_>) {
         let _ = (session, cx);
     }

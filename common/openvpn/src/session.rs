@@ -416,7 +416,7 @@ impl Session {
     }
 
     /// Returns true after [`Event::Ended`].
-    pub(crate) fn is_ended(&self) -> bool {
+    pub fn is_ended(&self) -> bool {
         self.ended.is_some()
     }
 

@@ -65,9 +65,9 @@ pub enum DialError {
     /// The policy for destinations denied the dial. No peer got the dial.
     #[error("{0}")]
     Denied(String),
-    /// The dial failed at a peer.
-    #[error(transparent)]
-    Stream(#[from] StreamDialError),
+    /// The dial failed at a peer: the error, and the id of the agent or the name of the OpenVPN client, if known.
+    #[error("{0}")]
+    Stream(StreamDialError, Option<Box<str>>),
 }
 
 /// Peers of one tunnel that a dial has tried, by their identifiers.
@@ -120,6 +120,11 @@ impl<I> Attempts<I> {
         self.failed + 1 < MAX_ATTEMPTS
     }
 
+    /// Returns the error of the last peer; `None` for the first peer.
+    pub(crate) fn moved(&self) -> Option<&DialError> {
+        (self.tried.len() > 1).then_some(&self.last)
+    }
+
     /// Returns the peers tried so far, including the current peer.
     pub(crate) fn tried(&self) -> &[I] {
         &self.tried
@@ -129,7 +134,7 @@ impl<I> Attempts<I> {
     pub(crate) fn failed(&mut self, error: DialError) {
         let is_lost = matches!(
             error,
-            DialError::Stream(StreamDialError::AgentLost | StreamDialError::ClientLost)
+            DialError::Stream(StreamDialError::AgentLost | StreamDialError::ClientLost, _)
         );
         self.failed += usize::from(!is_lost);
         self.last = error;
@@ -138,7 +143,22 @@ impl<I> Attempts<I> {
 
 // === impl DialError ===
 
+impl From<StreamDialError> for DialError {
+    fn from(error: StreamDialError) -> Self {
+        Self::Stream(error, None)
+    }
+}
+
 impl DialError {
+    /// Adds the peer at which the dial failed.
+    #[must_use]
+    pub(crate) fn at(self, peer: &str) -> Self {
+        match self {
+            Self::Stream(error, _) => Self::Stream(error, Some(peer.into())),
+            error => error,
+        }
+    }
+
     /// Returns true if no other tunnel may be tried: a peer tried the endpoint and failed, or the dial is
     /// denied.
     pub fn is_final(&self) -> bool {
@@ -147,7 +167,7 @@ impl DialError {
             Self::Denied(_)
                 | Self::TooLong(_)
                 | Self::TooManyDials(_)
-                | Self::Stream(StreamDialError::Refused(_))
+                | Self::Stream(StreamDialError::Refused(_), _)
         )
     }
 
@@ -182,6 +202,6 @@ mod tests {
             fail(&mut attempts, StreamDialError::TimedOut).unwrap();
         }
         let error = fail(&mut attempts, StreamDialError::AgentLost).unwrap_err();
-        assert_eq!(error, DialError::Stream(StreamDialError::TimedOut));
+        assert_eq!(error, DialError::from(StreamDialError::TimedOut));
     }
 }

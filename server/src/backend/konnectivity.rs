@@ -39,6 +39,10 @@ impl Konnectivity {
         loop {
             let choose = |tried: &[u64]| self.registry.choose(&scope, tried);
             let Chosen { stream, load } = attempts.next(choose, |chosen| chosen.stream.serial())?;
+            if let Some(error) = attempts.moved() {
+                let agent = stream.hello().agent_id.as_str();
+                info!(agent, address = dial.address, %error, "dial moved to another agent");
+            }
             let has_other =
                 || attempts.may_move() && self.registry.has_other(&scope, attempts.tried());
             let limit = match has_other() {
@@ -77,12 +81,11 @@ impl Konnectivity {
                 | StreamDialError::TimedOut => Instant::now() < deadline,
                 StreamDialError::Refused(_) | StreamDialError::Abandoned => false,
             };
-            let agent = stream.hello().agent_id.as_str();
-            info!(agent, address = dial.address, %error, retry = again, "dial failed");
+            let error = DialError::from(error).at(&stream.hello().agent_id);
             if !again {
-                return Err(error.into());
+                return Err(error);
             }
-            attempts.failed(error.into());
+            attempts.failed(error);
         }
     }
 }

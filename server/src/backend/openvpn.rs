@@ -276,18 +276,14 @@ impl Openvpn {
     async fn try_clients(&self, dial: &Dial, deadline: Instant) -> Result<Connection, DialError> {
         let _pending = GaugeGuard::new(&self.metrics.pending_backend_dials);
         let found = timeout_at(deadline, self.target(dial)).await;
-        let Ok(target) = found else {
-            info!(
-                address = dial.address,
-                "dial failed: the name was not resolved in time"
-            );
-            return Err(StreamDialError::TimedOut.into());
-        };
-        let target = target?;
+        let target = found.map_err(|_| StreamDialError::TimedOut)??;
         let mut attempts = Attempts::new(DialError::NoClient);
         loop {
             let choose = |tried: &[_]| self.clients.way(*target.ip(), tried);
             let way = attempts.next(choose, |way| way.id)?;
+            if let Some(error) = attempts.moved() {
+                info!(client = %way.name, address = dial.address, %error, "dial moved to another OpenVPN client");
+            }
             let suspect = async {
                 loop {
                     way.suspect().await;
@@ -307,9 +303,8 @@ impl Openvpn {
                 },
                 () = suspect => StreamDialError::TimedOut.into(),
             };
-            let retry = !error.is_final() && Instant::now() < deadline;
-            info!(client = %way.name, address = dial.address, %error, retry, "dial failed");
-            if !retry {
+            let error = error.at(&way.name);
+            if error.is_final() || Instant::now() >= deadline {
                 return Err(error);
             }
             attempts.failed(error);
@@ -434,7 +429,10 @@ mod tests {
         };
         let (dialed, ()) = tokio::join!(tunnel.try_clients(&dial, deadline), leaves);
         let error = dialed.err().unwrap();
-        assert_eq!(error, DialError::Stream(StreamDialError::ClientLost));
+        assert_eq!(
+            error,
+            DialError::from(StreamDialError::ClientLost).at("user")
+        );
         let text = "the OpenVPN client disconnected while the dial was pending";
         assert_eq!(error.to_string(), text);
     }

@@ -137,13 +137,14 @@ impl From<&DialError> for DialOutcome {
             DialError::Uncarried(_)
             | DialError::Denied(_)
             | DialError::TooLong(_)
-            | DialError::Stream(StreamDialError::Refused(_)) => Self::Refused,
+            | DialError::Stream(StreamDialError::Refused(_), _) => Self::Refused,
             DialError::Stream(
                 StreamDialError::Abandoned
                 | StreamDialError::AgentLost
                 | StreamDialError::ClientLost,
+                _,
             ) => Self::Lost,
-            DialError::Stream(StreamDialError::NotSent | StreamDialError::TimedOut) => {
+            DialError::Stream(StreamDialError::NotSent | StreamDialError::TimedOut, _) => {
                 Self::TimedOut
             }
         }

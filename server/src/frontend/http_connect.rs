@@ -174,7 +174,7 @@ fn answer(error: &DialError) -> Vec<u8> {
         DialError::NoAgent | DialError::NoClient => {
             connect::failure(500, &format!("currently no tunnels available: {error}"))
         }
-        DialError::Uncarried(text) | DialError::Stream(StreamDialError::Refused(text)) => {
+        DialError::Uncarried(text) | DialError::Stream(StreamDialError::Refused(text), _) => {
             connect::failure(connect::dial_failure_status(text), text)
         }
         DialError::TooLong(_) => connect::failure(400, &error.to_string()),
@@ -182,11 +182,12 @@ fn answer(error: &DialError) -> Vec<u8> {
         DialError::Denied(text) => connect::failure(403, text),
         DialError::Stream(
             StreamDialError::AgentLost | StreamDialError::ClientLost | StreamDialError::Abandoned,
+            _,
         ) => connect::failure(502, &format!("Backend context error: {error}")),
-        DialError::Stream(StreamDialError::NotSent) => {
+        DialError::Stream(StreamDialError::NotSent, _) => {
             connect::failure(504, &format!("Failed to tunnel dial request: {error}"))
         }
-        DialError::Stream(StreamDialError::TimedOut) => {
+        DialError::Stream(StreamDialError::TimedOut, _) => {
             connect::failure(504, &format!("Backend dial timeout: {error}"))
         }
     }

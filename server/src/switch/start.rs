@@ -42,7 +42,7 @@ pub(crate) enum StartError {
         /// Problem with the file.
         why: String,
     },
-    /// The path of the state file belongs to something else than a file, such as a folder or a device.
+    /// The state file is a folder or a device.
     #[error("--tunnel-state-file {}: not a regular file; name a file in a writable folder", _0.display())]
     StateFile(PathBuf),
     /// The flag or the file names a mode whose tunnel this server does not have.
@@ -86,8 +86,7 @@ impl Start {
     /// file, and follows the file once it can be read. An unusable state file is ignored.
     ///
     /// # Errors
-    /// Fails if the mode file has no valid mode and no state is saved, or if the path of the state file is not that of a
-    /// regular file.
+    /// Fails if the mode file has no valid mode and no state is saved, or if the state file is a folder or a device.
     pub(super) fn read(settings: Settings) -> Result<Self, StartError> {
         let state = settings.state_file.as_deref().map(StateFile::new);
         if let Some(path) = &settings.state_file

@@ -40,14 +40,14 @@ async fn connect_timeout_limits_the_wait_for_a_silent_server() {
 
 #[tokio::test(start_paused = true)]
 async fn attempt_whose_file_hangs_blocks_nothing_and_names_the_file() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("passwords");
-    let made = std::process::Command::new("mkfifo").arg(&path).status();
-    assert!(made.unwrap().success());
-    let (mut client, stop) = client();
-    client.settings.credentials = Some(Material::File(path.clone()));
     let remote = Remote::new("127.0.0.1", None, None).unwrap();
     for is_stopped in [false, true] {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("passwords");
+        let made = std::process::Command::new("mkfifo").arg(&path).status();
+        assert!(made.unwrap().success());
+        let (mut client, stop) = client();
+        client.settings.credentials = Some(Material::File(path.clone()));
         let end = async {
             // A writer that does not wait can open the pipe only while a reader waits.
             let writer = loop {
@@ -65,7 +65,10 @@ async fn attempt_whose_file_hangs_blocks_nothing_and_names_the_file() {
         let (attempt, _writer) = tokio::join!(client.attempt(&remote, 0, &stop), end);
         assert_eq!(attempt.is_none(), is_stopped);
         if let Some(attempt) = attempt {
-            let expected = format!("cannot read {}: no answer within 10 s; ", path.display());
+            let expected = format!(
+                "{}: no answer within 10 s; check the volume",
+                path.display()
+            );
             assert!(attempt.text.starts_with(&expected), "{}", attempt.text);
         }
     }

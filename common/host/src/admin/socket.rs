@@ -76,9 +76,11 @@ impl AdminSocket {
                 let (stream, peer) = listener.accept().await?;
                 let handshake = TlsAcceptor::from(tls.get()).accept(stream);
                 let on_refused = on_refused.clone();
+                // A dual-stack listener reports IPv4 addresses as mapped ones.
+                let source = SocketAddr::new(peer.ip().to_canonical(), peer.port());
                 let entering = async move {
                     let entered = enter_tls(handshake).await;
-                    entered.inspect_err(|why| on_refused(peer, why)).ok()
+                    entered.inspect_err(|why| on_refused(source, why)).ok()
                 };
                 (peer.ip(), Box::pin(entering))
             }

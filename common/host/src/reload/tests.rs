@@ -50,6 +50,7 @@ impl FileSet for Numbers {
         let numbers: Vec<i64> = contents.iter().map(number).collect::<Result<_, _>>()?;
         let own = numbers.first().copied().filter(|number| *number != 0);
         Ok(Loaded {
+            doubts: Vec::new(),
             value: numbers.iter().sum(),
             expiry: Expiry {
                 own,
@@ -82,6 +83,7 @@ impl FileSet for Hanging {
         self.begun.send(()).map_err(|error| error.to_string())?;
         self.allowed.recv().map_err(|error| error.to_string())?;
         Ok(Loaded {
+            doubts: Vec::new(),
             value: (),
             expiry: Expiry::default(),
         })
@@ -113,6 +115,7 @@ impl FileSet for Failing {
         self.failures.store(left.saturating_sub(1), Relaxed);
         match left {
             0 => Ok(Loaded {
+                doubts: Vec::new(),
                 value: loads,
                 expiry: Expiry::default(),
             }),

@@ -3,7 +3,7 @@
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::panic::{self, PanicHookInfo};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
@@ -33,10 +33,11 @@ pub(crate) fn count() -> u64 {
 pub fn install() {
     let to_stderr = panic::take_hook();
     panic::set_hook(Box::new(move |info| {
-        COUNT.fetch_add(1, Ordering::Relaxed);
         if !log(info) {
             to_stderr(info);
         }
+        // Log first, then count: an alert on the counter finds the log line.
+        COUNT.fetch_add(1, Ordering::Relaxed);
     }));
 }
 
@@ -66,16 +67,16 @@ fn log(info: &PanicHookInfo<'_>) -> bool {
 }
 
 /// Runs `work` on another thread, because this thread may have locks of the logging code. Returns false if `work` does
-/// not end within `limit`, or does not start.
+/// not start, panics, or does not end within `limit`.
 fn ends_within(limit: Duration, work: impl FnOnce() + Send + 'static) -> bool {
-    let (running, ended) = mpsc::channel::<()>();
+    let (end, ended) = mpsc::channel();
     let started = thread::Builder::new()
         .name(THREAD.to_owned())
         .spawn(move || {
             work();
-            drop(running);
+            let _ = end.send(());
         });
-    started.is_ok() && ended.recv_timeout(limit) == Err(RecvTimeoutError::Disconnected)
+    started.is_ok() && ended.recv_timeout(limit).is_ok()
 }
 
 #[cfg(test)]

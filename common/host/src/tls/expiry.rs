@@ -2,17 +2,7 @@
 
 use rustls_pki_types::pem::PemObject as _;
 use rustls_pki_types::{CertificateDer, CertificateRevocationListDer};
-use time::OffsetDateTime;
-use time::format_description::well_known::Rfc3339;
 use x509_parser::prelude::{CertificateRevocationList, FromDer, X509Certificate};
-
-/// Returns a time in Unix seconds as text, such as `2026-12-08T06:39:45Z`.
-pub(crate) fn date(seconds: i64) -> String {
-    OffsetDateTime::from_unix_timestamp(seconds)
-        .ok()
-        .and_then(|time| time.format(&Rfc3339).ok())
-        .unwrap_or_else(|| format!("{seconds} s"))
-}
 
 /// Returns the time at which the first of the certificates expires, in Unix seconds. Certificates that cannot be
 /// parsed are skipped. Returns `None` if no certificate is left.

@@ -11,7 +11,7 @@ use rustls::{
 use rustls_pki_types::UnixTime;
 
 use super::chain::ChainTooLong;
-use super::expiry::date;
+use crate::reload::date;
 
 /// Explains an error of a TLS stream or handshake. Other errors are returned as their own text.
 pub fn explain(error: &io::Error) -> String {

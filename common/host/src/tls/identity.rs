@@ -15,14 +15,16 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 use x509_parser::prelude::{FromDer, X509Certificate};
 use x509_parser::x509::{SubjectPublicKeyInfo, X509Version};
 
-use super::expiry::{date, earliest_expiry};
+use super::expiry::earliest_expiry;
 use super::{Pem, TlsError, read_pem};
+use crate::reload::date;
 
 /// A certificate chain, leaf first, and the leaf's private key.
 #[derive(Clone, Debug)]
 pub struct Identity {
     key: Arc<CertifiedKey>,
     expiry: Option<i64>,
+    doubts: Vec<String>,
 }
 
 // === impl Identity ===
@@ -38,10 +40,14 @@ impl Identity {
     pub fn load(cert_path: impl AsRef<Path>, key_path: impl AsRef<Path>) -> Result<Self, TlsError> {
         let (cert_path, key_path) = (cert_path.as_ref(), key_path.as_ref());
         let (cert, key) = (read_pem(cert_path)?, read_pem(key_path)?);
-        Self::from_pem(Pem::new(cert_path, &cert), Pem::new(key_path, &key))
+        let identity = Self::from_pem(Pem::new(cert_path, &cert), Pem::new(key_path, &key))?;
+        for doubt in identity.doubts() {
+            tracing::warn!("{doubt}");
+        }
+        Ok(identity)
     }
 
-    /// Parses the contents of both files; see [`Identity::load`].
+    /// Parses the contents of both files; see [`Identity::load`]. Logs no warning.
     pub(super) fn from_pem(cert: Pem<'_>, key: Pem<'_>) -> Result<Self, TlsError> {
         let chain = certificates(cert)?;
         let signer = private_key(key)?;
@@ -54,8 +60,9 @@ impl Identity {
             let (cert, key) = (cert.path.to_owned(), key.path.to_owned());
             return Err(TlsError::KeyMismatch(cert, key));
         }
-        warn_about(&leaf, cert.path);
+        let doubts = doubts(&leaf, cert.path);
         Ok(Self {
+            doubts,
             expiry: earliest_expiry(chain.iter().map(AsRef::as_ref)),
             key: Arc::new(CertifiedKey::new(chain, signer)),
         })
@@ -69,6 +76,11 @@ impl Identity {
     /// Returns the time at which the certificate itself expires, in Unix seconds.
     pub(super) fn leaf_expiry(&self) -> Option<i64> {
         earliest_expiry(self.key.cert.first().map(AsRef::as_ref))
+    }
+
+    /// Returns the reasons why peers may refuse the certificate.
+    pub(super) fn doubts(&self) -> &[String] {
+        &self.doubts
     }
 
     /// Returns the identity as rustls's type.
@@ -128,21 +140,21 @@ fn is_key_of(leaf: &X509Certificate<'_>, key: &dyn SigningKey) -> bool {
     })
 }
 
-fn warn_about(leaf: &X509Certificate<'_>, path: &Path) {
-    let validity = leaf.validity();
+fn doubts(leaf: &X509Certificate<'_>, path: &Path) -> Vec<String> {
+    let (path, validity) = (path.display(), leaf.validity());
+    let mut doubts = Vec::new();
     if !validity.is_valid() {
-        tracing::warn!(
-            path = %path.display(),
-            not_before = date(validity.not_before.timestamp()),
-            not_after = date(validity.not_after.timestamp()),
-            "certificate is not valid now; peers will refuse it"
-        );
+        let [from, until] =
+            [validity.not_before, validity.not_after].map(|time| date(time.timestamp()));
+        doubts.push(format!(
+            "{path}: the certificate is valid from {from} to {until}, and not now; peers will refuse it"
+        ));
     }
     if leaf.version() != X509Version::V3 {
-        tracing::warn!(
-            path = %path.display(),
-            "certificate is X.509 v1: Go peers accept it, others refuse it; reissue it as v3 \
+        doubts.push(format!(
+            "{path}: the certificate is X.509 v1: Go peers accept it, others refuse it; reissue it as v3 \
              (with `openssl x509 -req`, add `-extfile` with at least one extension)"
-        );
+        ));
     }
+    doubts
 }

@@ -80,6 +80,7 @@ impl FileSet for ServerFiles {
         let cert = Pem::new(&self.cert, content(0));
         let identity = Identity::from_pem(cert, Pem::new(&self.key, content(1)))?;
         Ok(Loaded {
+            doubts: identity.doubts().to_vec(),
             value: self.settings.server(&identity, trust.as_ref())?,
             expiry: Expiry {
                 own: identity.expiry(),
@@ -140,7 +141,9 @@ impl FileSet for ClientFiles {
             }
             None => None,
         };
+        let doubts = identity.as_ref().map(|identity| identity.doubts().to_vec());
         Ok(Loaded {
+            doubts: doubts.unwrap_or_default(),
             value: self.settings.client(&trust, identity.as_ref())?,
             expiry: Expiry {
                 own: identity.as_ref().and_then(Identity::expiry),

@@ -91,6 +91,7 @@ impl Account {
                 server,
                 refused,
             },
+            doubts: Vec::new(),
             expiry: Expiry {
                 own,
                 ca,

@@ -25,10 +25,11 @@ pub(super) struct Authority {
     key: Vec<u8>,
 }
 
-/// Separates CAs of one name and different keys, if there are CRLs. The first group has a CA of each name. A group has all CRLs except those
-/// that were signed by a CA of another group, and have the name of a CA of this group that did not sign them. A CRL that was
-/// signed by none of the CAs is in all groups, after the signed CRLs: its issuer may be an intermediate CA, or the CRL may be
-/// wrong, which must not lead to its certificates being accepted.
+/// Separates CAs of one name and different keys, if there are CRLs. The first group has a CA of each name.
+///
+/// A group lacks a CRL only if a CA of another group signed the CRL and a CA of this group has the same name. A CRL that no
+/// CA signed is in all groups, after the signed CRLs: the issuer may be an intermediate CA. A damaged CRL must not make
+/// certificates valid.
 pub(super) fn groups(
     roots: Vec<CertificateDer<'static>>,
     crls: &[CertificateRevocationListDer<'static>],

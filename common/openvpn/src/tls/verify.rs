@@ -98,13 +98,19 @@ fn check_length(
     Err(refuse(refused, leaf, problem, error))
 }
 
-/// Returns true for an error about a certificate that none of the CAs signed.
+/// Returns true for an error about a certificate that none of the CAs signed. webpki reports an unsupported signature
+/// algorithm if a CA has the name of the issuer and a key of another type.
 fn is_of_other(error: &Error) -> bool {
-    let unsigned = [
-        CertificateError::UnknownIssuer,
-        CertificateError::BadSignature,
-    ];
-    matches!(error, Error::InvalidCertificate(error) if unsigned.contains(error))
+    let Error::InvalidCertificate(error) = error else {
+        return false;
+    };
+    matches!(
+        error,
+        CertificateError::UnknownIssuer
+            | CertificateError::BadSignature
+            | CertificateError::UnsupportedSignatureAlgorithmContext { .. }
+            | CertificateError::UnsupportedSignatureAlgorithmForPublicKeyContext { .. }
+    )
 }
 
 /// Verifier of client certificates. Each connection needs its own `refused`.

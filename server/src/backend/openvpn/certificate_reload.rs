@@ -13,7 +13,6 @@ use culvert_openvpn_io::config_file::{Material, Server};
 use culvert_openvpn_io::files::{self, FileError};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
-use tracing::warn;
 
 /// The files of a server's TLS configuration, or their inline blocks.
 pub(super) struct TlsMaterial {
@@ -61,9 +60,9 @@ impl FileSet for TlsMaterial {
 
     /// Loads the files. The next check finds a change of a file since the last check.
     fn load(&mut self, _contents: &[Vec<u8>]) -> Result<Loaded<Self::Value>, FileError> {
-        if let Some(doubt) = files::doubt(&self.cert, Role::Server) {
-            warn!("OpenVPN clients will refuse this server's certificate: {doubt}");
-        }
+        let doubt = files::doubt(&self.cert, Role::Server);
+        let doubt = doubt
+            .map(|doubt| format!("OpenVPN clients will refuse this server's certificate: {doubt}"));
         let common = &self.server.common;
         let tls = files::server_tls(
             &self.ca,
@@ -73,6 +72,7 @@ impl FileSet for TlsMaterial {
             common.require_usage,
         )?;
         Ok(Loaded {
+            doubts: doubt.into_iter().collect(),
             value: Arc::new(tls),
             expiry: files::expiry(Some(&self.cert), &self.ca, self.server.crl.as_ref())?,
         })

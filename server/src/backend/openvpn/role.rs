@@ -281,6 +281,9 @@ impl Role for Client {
     }
 
     fn turn(&mut self, session: &mut Session, cx: &mut Context<'_>) {
+        if session.is_ended() {
+            self.waiting = None;
+        }
         if let Some(waiting) = &mut self.waiting
             && let Poll::Ready(file) = waiting.file.as_mut().poll(cx)
             && let Some(Waiting { client, .. }) = self.waiting.take()

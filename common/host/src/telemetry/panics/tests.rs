@@ -79,10 +79,12 @@ fn panic_on(name: &str, panics: impl FnOnce() + Send + 'static) {
 }
 
 #[test]
-fn work_that_waits_forever_is_left_alone() {
+fn work_that_waits_forever_or_panics_has_not_ended() {
     let (_held, never) = mpsc::channel::<()>();
     assert!(!ends_within(Duration::from_millis(10), move || {
         let _ = never.recv();
     }));
     assert!(ends_within(Duration::from_secs(60), || ()));
+    let panics = || panic!("of the logging code");
+    assert!(!ends_within(Duration::from_secs(60), panics));
 }
