@@ -16,7 +16,7 @@ use tokio::time::{Instant, sleep, timeout};
 use crate::case::LIMIT;
 
 /// Log line of a dial that moves to another agent.
-const MOVED: &str = "trying another agent";
+const MOVED: &str = "dial moved to another agent";
 
 /// Number of dials, one after another. The first agent is random, so all of them would avoid the silent
 /// agent by chance only once in 2^25 runs.

@@ -86,7 +86,7 @@ async fn our_server_and_its_clients(proto: &str) {
     server.has_clients(2).await;
     agent.program.signal(Signal::STOP);
     echoes(&server).await;
-    server.says("trying another OpenVPN client").await;
+    server.says("dial moved to another OpenVPN client").await;
     server.has_clients(1).await;
     agent.program.signal(Signal::CONT);
     agent.says("lost the OpenVPN server").await;

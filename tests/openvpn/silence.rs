@@ -24,7 +24,7 @@ const TO: SocketAddrV4 = SocketAddrV4::new(POD, RAW);
 const DIALS: usize = 25;
 
 /// Log line of a dial that moves to another client.
-const MOVED: &str = "trying another OpenVPN client";
+const MOVED: &str = "dial moved to another OpenVPN client";
 
 /// Dials one after another, and checks an echo over each connection.
 async fn dials(server: &Server) {

@@ -159,6 +159,14 @@ impl DialError {
         }
     }
 
+    /// Returns the peer at which the dial failed, if known.
+    pub(crate) fn peer(&self) -> Option<&str> {
+        match self {
+            Self::Stream(_, peer) => peer.as_deref(),
+            _ => None,
+        }
+    }
+
     /// Returns true if no other tunnel may be tried: a peer tried the endpoint and failed, or the dial is
     /// denied.
     pub fn is_final(&self) -> bool {

@@ -40,8 +40,8 @@ impl Konnectivity {
             let choose = |tried: &[u64]| self.registry.choose(&scope, tried);
             let Chosen { stream, load } = attempts.next(choose, |chosen| chosen.stream.serial())?;
             if let Some(error) = attempts.moved() {
-                let agent = stream.hello().agent_id.as_str();
-                info!(agent, address = dial.address, %error, "dial moved to another agent");
+                let (from, to) = (error.peer(), stream.hello().agent_id.as_str());
+                info!(from, to, address = dial.address, %error, "dial moved to another agent");
             }
             let has_other =
                 || attempts.may_move() && self.registry.has_other(&scope, attempts.tried());

@@ -282,7 +282,8 @@ impl Openvpn {
             let choose = |tried: &[_]| self.clients.way(*target.ip(), tried);
             let way = attempts.next(choose, |way| way.id)?;
             if let Some(error) = attempts.moved() {
-                info!(client = %way.name, address = dial.address, %error, "dial moved to another OpenVPN client");
+                let from = error.peer();
+                info!(from, to = %way.name, address = dial.address, %error, "dial moved to another OpenVPN client");
             }
             let suspect = async {
                 loop {
