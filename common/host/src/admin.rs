@@ -52,8 +52,8 @@ const CONNECTIONS: AdmissionLimits = AdmissionLimits {
 };
 
 /// Time limit for a request head (upstream's `ReadHeaderTimeout`). As in Go's server, the time of a later request begins with
-/// its first byte, so that scrapers may keep their connections open between requests. A part of a head that arrives together with the request
-/// before has no limit but the age of the connection.
+/// its first byte, so that scrapers may keep their connections open between requests. If the first part of a head arrives
+/// together with the previous request, only [`MAX_AGE`] limits the wait for the rest.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Maximum size of a request head, in bytes. Upstream allows 1 MiB; no client needs so much, and 1 MiB for

@@ -396,7 +396,8 @@ fn overlaps(network: Ipv4Net, access: Ipv4Net, routes: &[Ipv4Net]) -> Vec<String
         .filter(|route| access.is_none_or(|(_, net)| net != **route));
     let others = others.map(|route| ("--openvpn-route", *route));
     let with_vpn = access.into_iter().chain(others.clone());
-    let with_vpn = with_vpn.map(|other| (vpn, other, "hosts of that network may look for the server's VPN address among themselves, so dials time out"));
+    let timeouts = "hosts of that network may look for the server's VPN address among themselves, so dials time out";
+    let with_vpn = with_vpn.map(|other| (vpn, other, timeouts));
     let with_access = access.into_iter().flat_map(|access| {
         others.clone().map(move |other| {
             (
