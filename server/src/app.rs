@@ -373,6 +373,7 @@ impl Bound {
                 metrics
                     .tunnel_ready
                     .set(f64::from(u8::from(router.is_ready())));
+                metrics.set_peers(&router.tunnels());
                 page.render()
             })
         };

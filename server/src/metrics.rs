@@ -15,7 +15,7 @@ use culvert_konnectivity::metrics::{Segment, StreamMetrics, StreamNames};
 use culvert_kube::calls::CallMetrics;
 use metrics::{Counter, Gauge, Histogram};
 
-use crate::tunnel::{Kind, Mode};
+use crate::tunnel::{Health, Kind, Mode, TunnelStatus};
 
 /// Upper bounds of dial and write latencies, in seconds (upstream `pkg/server/metrics`).
 const LATENCY_BUCKETS: [f64; 9] = [
@@ -207,6 +207,7 @@ pub struct ServerMetrics {
     pub switch_duration: Histogram,
     /// 1 while the readiness check finds a peer.
     pub tunnel_ready: Gauge,
+    tunnel_peers: Family<(Kind, Health), Gauge>,
     /// 1 while a switch of tunnels is in progress.
     pub switching: Gauge,
     /// Number of problems of the tunnel mode that the status shows.
@@ -335,6 +336,12 @@ impl ServerMetrics {
                 &[],
                 "1 while /readyz finds a peer: an agent of one of the strategies, or an OpenVPN client with routes.",
             ),
+            tunnel_peers: Family::new(
+                &registry,
+                "culvert_tunnel_peers",
+                "Agent connections and OpenVPN clients, by tunnel and health. A doubtful peer does not answer, or its link broke; it gets dials only if no other peer can take them.",
+            )
+            .at_zero(states_of_peers()),
             switching: registry.gauge(
                 "culvert_tunnel_switching",
                 &[],
@@ -373,6 +380,16 @@ impl ServerMetrics {
             .at_zero(LabelSet::all()),
             registry,
         })
+    }
+
+    /// Sets the numbers of peers of the tunnels.
+    pub(crate) fn set_peers(&self, tunnels: &[TunnelStatus]) {
+        for (kind, health) in states_of_peers() {
+            let of_kind = tunnels.iter().filter(|tunnel| tunnel.tunnel == kind);
+            let peers = of_kind.flat_map(|tunnel| &tunnel.peers);
+            let count = peers.filter(|peer| peer.health == health).count();
+            self.tunnel_peers.get((kind, health)).set(count as f64);
+        }
     }
 
     /// Returns the registry, for rendering the metrics page, for [`Registry::run_upkeep`], and for
@@ -425,6 +442,12 @@ impl ServerMetrics {
             self.tunnel_mode.get(*mode).set(value);
         }
     }
+}
+
+/// Returns the states of connected peers of every tunnel.
+fn states_of_peers() -> impl Iterator<Item = (Kind, Health)> {
+    let states = <(Kind, Health)>::all().into_iter();
+    states.filter(|(_, health)| *health != Health::Absent)
 }
 
 #[cfg(test)]

@@ -34,18 +34,20 @@ label_values! {
     }
 }
 
-/// Readiness of a tunnel or a peer for new connections. Greater is better.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Health {
-    /// No peer is connected.
-    Absent,
-    /// No connected peer has answered for too long.
-    Doubtful,
-    /// Every peer that answers drains: it still accepts connections, and stops soon.
-    Draining,
-    /// A peer is ready.
-    Healthy,
+label_values! {
+    /// Readiness of a tunnel or a peer for new connections. Greater is better.
+    #[derive(PartialOrd, Ord, Serialize, Deserialize)]
+    #[serde(rename_all = "kebab-case")]
+    pub enum Health("health") {
+        /// No peer is connected.
+        Absent = "no peer",
+        /// No connected peer has answered for too long.
+        Doubtful = "doubtful",
+        /// Every peer that answers drains: it still accepts connections, and stops soon.
+        Draining = "draining",
+        /// A peer is ready.
+        Healthy = "healthy",
+    }
 }
 
 /// A peer as `culvert status` shows it.
@@ -94,20 +96,6 @@ impl Kind {
         match self {
             Self::Konnectivity => Self::Openvpn,
             Self::Openvpn => Self::Konnectivity,
-        }
-    }
-}
-
-// === impl Health ===
-
-impl Health {
-    /// Returns the text shown to people.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Absent => "no peer",
-            Self::Doubtful => "doubtful",
-            Self::Draining => "draining",
-            Self::Healthy => "healthy",
         }
     }
 }

@@ -18,6 +18,9 @@ use crate::case::LIMIT;
 /// Log line of a dial that moves to another agent.
 const MOVED: &str = "dial moved to another agent";
 
+/// Log line about an agent that becomes silent.
+const SILENT: &str = "the agent does not answer";
+
 /// Number of dials, one after another. The first agent is random, so all of them would avoid the silent
 /// agent by chance only once in 2^25 runs.
 const DIALS: usize = 25;
@@ -92,6 +95,10 @@ async fn silent_agent_delays_one_dial(agent: Executable, silence: Silence) {
     let log = topology.server(0).log();
     assert_eq!(log.matches(MOVED).count(), 1, "{log}");
     assert!(slowest <= SLOWEST, "{slowest:?} in {log}");
+    assert_eq!(log.matches(SILENT).count(), 1, "{log}");
+    if matches!(silence, Silence::Frozen) {
+        assert_eq!(doubtful(&topology).await, 1.0);
+    }
     match silence {
         Silence::Frozen => topology.agent(0).signal(Signal::CONT),
         Silence::Dropped(_) => restore(),
@@ -104,6 +111,17 @@ async fn silent_agent_delays_one_dial(agent: Executable, silence: Silence) {
         metrics.value(name, &[]).is_some_and(|open| open > 0.0)
     };
     eventually("the agent gets dials again", LIMIT, carries).await;
+    eventually("the server receives from the agent", LIMIT, async || {
+        doubtful(&topology).await == 0.0
+    })
+    .await;
+}
+
+/// Returns the number of silent agents of which the server knows.
+async fn doubtful(topology: &Topology) -> f64 {
+    let labels = [("tunnel", "konnectivity"), ("health", "doubtful")];
+    let metrics = topology.server_metrics(0).await;
+    metrics.value("culvert_tunnel_peers", &labels).unwrap()
 }
 
 fn stock() -> Option<Executable> {

@@ -26,6 +26,9 @@ const DIALS: usize = 25;
 /// Log line of a dial that moves to another client.
 const MOVED: &str = "dial moved to another OpenVPN client";
 
+/// Log line about a client that becomes silent.
+const SILENT: &str = "the OpenVPN client does not answer";
+
 /// Dials one after another, and checks an echo over each connection.
 async fn dials(server: &Server) {
     for _ in 0..DIALS {
@@ -69,6 +72,7 @@ async fn frozen_client_delays_one_dial(proto: &str) {
     dials(&server).await;
     let log = server.program.log();
     assert_eq!(log.matches(MOVED).count(), 1, "{log}");
+    assert_eq!(log.matches(SILENT).count(), 1, "{log}");
 
     user.program.signal(Signal::CONT);
     // A connection through the agent would be counted there.

@@ -87,6 +87,18 @@ pub struct AgentStream {
     limits: Limits,
 }
 
+// === impl Hello ===
+
+impl Hello {
+    /// Logs that the agent sends nothing, not even an answer to a probe.
+    pub(super) fn warn_of_silence(&self) {
+        warn!(
+            agent = self.agent_id,
+            "the agent does not answer; other agents get the dials until it sends something"
+        );
+    }
+}
+
 // === impl AgentStream ===
 
 impl AgentStream {
@@ -137,7 +149,9 @@ impl AgentStream {
             true
         };
         let heard = || self.heard.load(Ordering::Relaxed);
-        self.suspicion.wait(heard, probe).await;
+        if self.suspicion.wait(heard, probe).await {
+            self.hello.warn_of_silence();
+        }
     }
 
     /// Resolves once the stream is retired.

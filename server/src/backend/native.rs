@@ -346,9 +346,20 @@ impl NativeAgent {
             self.inbound.probe();
             true
         };
-        tokio::select! {
-            _ = self.suspicion.wait(|| self.inbound.heard(), probe) => {}
-            () = broke(self.session.as_deref()) => {}
+        let is_new = tokio::select! {
+            is_new = self.suspicion.wait(|| self.inbound.heard(), probe) => is_new,
+            () = broke(self.session.as_deref()) => false,
+        };
+        match self.second_link() {
+            _ if !is_new => {}
+            None => self.hello.warn_of_silence(),
+            Some(_) => {
+                let agent = self.hello.agent_id.as_str();
+                debug!(
+                    agent,
+                    "the TCP connection of the agent does not answer; dials use QUIC"
+                );
+            }
         }
     }
 

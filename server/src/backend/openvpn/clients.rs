@@ -401,7 +401,14 @@ impl Way {
     /// because nothing would end the suspicion.
     pub(super) async fn suspect(&self) {
         match self.ping {
-            Some(_) => self.silence.suspect(&self.peer).await,
+            Some(_) => {
+                if self.silence.suspect(&self.peer).await {
+                    warn!(
+                        client = %self.name,
+                        "the OpenVPN client does not answer; other clients get the dials until it does"
+                    );
+                }
+            }
             None => pending().await,
         }
     }

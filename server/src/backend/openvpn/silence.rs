@@ -70,14 +70,14 @@ impl Silence {
     }
 
     /// Resolves once the client is suspect: it does not answer a probe. Never resolves for a client without an earlier
-    /// answer.
-    pub(super) async fn suspect(&self, peer: &Peer) {
+    /// answer. Returns false if another call has already made the client suspect.
+    pub(super) async fn suspect(&self, peer: &Peer) -> bool {
         if self.answers() == 0 {
             self.probe(peer);
             return pending().await;
         }
         let probe = || self.probe(peer);
-        self.suspicion.wait(|| self.answers(), probe).await;
+        self.suspicion.wait(|| self.answers(), probe).await
     }
 
     /// Handles a packet from the client to the server's address. Returns true for the answer to a probe.
