@@ -129,10 +129,12 @@ fn follow<F: LabelSet + Send + Sync + 'static>(registry: &Arc<Registry>, files: 
 
 #[test]
 fn compatibility_page_lists_exactly_the_metrics_of_front_door_and_node_tunnel() {
-    use culvert_door::metrics::ProxyMetrics;
+    use culvert_door::metrics::{BalancerMetrics, ProxyMetrics};
     use culvert_door::table::Table;
     let proxy = ProxyMetrics::new().unwrap();
     follow(proxy.registry(), culvert_door::files::Files::Tunneling);
+    // Present only in a front door that maintains the load balancer's Service.
+    let _balancer = BalancerMetrics::new(proxy.registry());
     let proxy = proxy.render(&Table::new(1));
     let tunnel = culvert_node_tunnel::metrics::TunnelMetrics::new().unwrap();
     follow(tunnel.registry(), culvert_node_tunnel::files::Files::Proxy);

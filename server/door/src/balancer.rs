@@ -8,7 +8,6 @@
 //! outdated. The module does not affect connections.
 
 use std::future::pending;
-use std::sync::Arc;
 use std::time::Duration;
 
 use culvert_host::telemetry::metrics::GaugeGuard;
@@ -29,7 +28,7 @@ use super::balancer_ports::{
 };
 use super::config::{BalancerConfig, PROGRAM};
 use super::exposure::Service;
-use super::metrics::{ProxyMetrics, Step};
+use super::metrics::{BalancerMetrics, ProxyMetrics, Step};
 
 /// Time limit for one read or write of the Service.
 const REQUEST: Duration = Duration::from_secs(10);
@@ -82,7 +81,7 @@ struct Writer {
     options: BalancerOptions,
     services: watch::Receiver<WithPorts>,
     leads: watch::Receiver<Option<Instant>>,
-    metrics: Arc<ProxyMetrics>,
+    metrics: BalancerMetrics,
     failure_log: FailureLog,
 }
 
@@ -128,13 +127,14 @@ impl Balancer {
     pub(crate) fn new(
         client: Client,
         config: &BalancerConfig,
-        metrics: Arc<ProxyMetrics>,
+        metrics: &ProxyMetrics,
     ) -> (Self, Reporter) {
+        let metrics = BalancerMetrics::new(metrics.registry());
         let (namespace, name) = (config.namespace.as_str(), config.name.as_str());
         let (leading, leads) = match config.election {
             Some(times) => {
                 let lease = format!("{name}-updater");
-                let failures = metrics.balancer_failures.get(Step::Lease).clone();
+                let failures = metrics.failures.get(Step::Lease).clone();
                 let (candidate, leads) =
                     Candidate::new(client.clone(), namespace, &lease, times, PROGRAM, failures);
                 (Leading::Elected(Box::new(candidate)), leads)
@@ -269,7 +269,7 @@ impl Writer {
     }
 
     async fn update(&self, services: &[Service]) -> Result<(), RequestError> {
-        let count = |step| self.metrics.balancer_failures.get(step).increment(1);
+        let count = |step| self.metrics.failures.get(step).increment(1);
         let call = self.api.get_opt(&self.target.name);
         let found = request("get", &self.target, REQUEST, call).await;
         let missing = || RequestError::Missing {
@@ -300,7 +300,7 @@ impl Writer {
         let call = self.api.replace(&self.target.name, &writes, &object);
         let written = request("update", &self.target, REQUEST, call).await;
         written.inspect_err(|_| count(Step::Write))?;
-        self.metrics.balancer_updates.increment(1);
+        self.metrics.updates.increment(1);
         let [added, removed] = [(&wanted, &known), (&known, &wanted)].map(|(these, those)| {
             let only = these.iter().filter(|port| !those.contains(port));
             only.map(|port| port.name.as_str()).collect::<Vec<_>>()

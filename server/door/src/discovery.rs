@@ -93,8 +93,7 @@ impl Discovery {
     /// from this watch.
     pub(crate) fn balancer(&mut self) -> Option<Balancer> {
         let config = self.cluster.balancer.as_ref()?;
-        let (client, metrics) = (self.client.clone(), self.metrics.clone());
-        let (balancer, reporter) = Balancer::new(client, config, metrics);
+        let (balancer, reporter) = Balancer::new(self.client.clone(), config, &self.metrics);
         self.reporter = Some(reporter);
         Some(balancer)
     }

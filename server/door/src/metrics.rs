@@ -96,9 +96,6 @@ pub struct ProxyMetrics {
     pub(crate) rejected: Counter,
     pub(crate) problems: Gauge,
     pub(crate) closed_ports: Gauge,
-    pub(crate) leader: Gauge,
-    pub(crate) balancer_updates: Counter,
-    pub(crate) balancer_failures: Family<Step, Counter>,
     /// Open HTTP/2 connections of the CONNECT port.
     pub(crate) http2_open: Gauge,
     /// Largest number of these connections within the memory limit; 0 without a limit.
@@ -112,6 +109,16 @@ pub struct ProxyMetrics {
     pub(crate) draining: AtomicBool,
     /// Set by `/healthcheck/fail`.
     pub(crate) failed: AtomicBool,
+}
+
+/// Metrics of a front door that maintains the load balancer's Service. Other front doors do not export them.
+pub struct BalancerMetrics {
+    /// 1 in the replica that maintains the Service.
+    pub(crate) leader: Gauge,
+    /// Written changes of the Service.
+    pub(crate) updates: Counter,
+    /// Failed requests.
+    pub(crate) failures: Family<Step, Counter>,
 }
 
 /// State of the source of the routes. The last good routes stay in force in every state.
@@ -139,6 +146,32 @@ pub(crate) struct Tally {
 pub(crate) struct CountedConnection<'a> {
     metrics: &'a ProxyMetrics,
     reason: CloseReason,
+}
+
+// === impl BalancerMetrics ===
+
+impl BalancerMetrics {
+    /// Registers the metrics.
+    pub fn new(registry: &Arc<Registry>) -> Self {
+        Self {
+            leader: registry.gauge(
+                "culvert_nodeport_proxy_leader",
+                &[],
+                "1 while this replica maintains the ports of the load balancer's Service.",
+            ),
+            updates: registry.counter(
+                "culvert_nodeport_proxy_balancer_updates_total",
+                &[],
+                "Changes of the load balancer's Service that were written.",
+            ),
+            failures: Family::new(
+                registry,
+                "culvert_nodeport_proxy_balancer_failures_total",
+                "Failed requests for the load balancer's Service and its Lease, by step; the log has the reason.",
+            )
+            .at_zero(Step::all()),
+        }
+    }
 }
 
 // === impl ProxyMetrics ===
@@ -201,20 +234,6 @@ impl ProxyMetrics {
                 "culvert_nodeport_proxy_closed_ports",
                 "Node ports that could not be opened; the log names the ports.",
             ),
-            leader: gauge(
-                "culvert_nodeport_proxy_leader",
-                "1 while this replica maintains the ports of the load balancer's Service.",
-            ),
-            balancer_updates: counter(
-                "culvert_nodeport_proxy_balancer_updates_total",
-                "Changes of the load balancer's Service that were written.",
-            ),
-            balancer_failures: Family::new(
-                &registry,
-                "culvert_nodeport_proxy_balancer_failures_total",
-                "Failed requests for the load balancer's Service and its Lease, by step; the log has the reason.",
-            )
-            .at_zero(Step::all()),
             http2_open: gauge(
                 "culvert_nodeport_proxy_http2_connections",
                 "Open HTTP/2 connections of the CONNECT port.",

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use std::convert::Infallible;
+use std::sync::Arc;
 
 use http::{Request, Response, StatusCode};
 use kube::client::Body;
@@ -38,7 +39,7 @@ impl Replica {
         };
         let metrics = ProxyMetrics::new().unwrap();
         let client = Client::new(api, "kubermatic");
-        let (balancer, reporter) = Balancer::new(client, &config, metrics.clone());
+        let (balancer, reporter) = Balancer::new(client, &config, &metrics);
         let stop = CancellationToken::new();
         tokio::spawn(balancer.run(stop.clone()));
         reporter.services(std::iter::empty());
