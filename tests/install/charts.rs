@@ -24,6 +24,8 @@ use tempfile::TempDir;
 
 use self::rendered::rendered;
 
+pub(crate) use self::rendered::objects;
+
 /// Oldest and newest version of Kubernetes whose schemas the objects must fit.
 const KUBERNETES: [&str; 2] = ["1.30", "1.37"];
 

@@ -47,7 +47,7 @@ pub(super) fn pod(object: &Value) -> Option<&Value> {
 }
 
 /// Returns the documents of a YAML text that are not empty.
-pub(super) fn objects(text: &str) -> Vec<Value> {
+pub(crate) fn objects(text: &str) -> Vec<Value> {
     let documents: Vec<Value> = serde_saphyr::from_multiple(text).unwrap();
     documents.into_iter().filter(|it| !it.is_null()).collect()
 }
