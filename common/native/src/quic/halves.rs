@@ -169,7 +169,7 @@ impl QuicSource {
             let announced = state.end();
             // The bytes before an announced end have all been read.
             if let Some(announced) = announced.filter(|announced| announced.offset <= *read) {
-                *end = Some(Err(announced.reason));
+                *end = Some(Err(announced.reason.unwrap_or(*lost)));
                 return false;
             }
             let reading = poll_fn(|cx| {
@@ -234,7 +234,7 @@ impl QuicSource {
         };
         tokio::select! {
             reason = is_stopped => reason,
-            end = state.announced() => end.reason,
+            end = state.announced() => end.reason.unwrap_or(*lost),
             () = state.streams().ended.cancelled() => *lost,
         }
     }
@@ -334,7 +334,7 @@ impl QuicSink {
         // the stream.
         let end = End {
             stream: self.state.id(),
-            reason,
+            reason: Some(reason),
             offset: self.written,
         };
         self.state.streams().send(Word::End(end));

@@ -277,7 +277,7 @@ mod tests {
         let state = StreamState::begin(&streams, 4);
         let end = |stream| End {
             stream,
-            reason: CloseReason::Stalled,
+            reason: Some(CloseReason::Stalled),
             offset: 7,
         };
         streams.announce(end(8));

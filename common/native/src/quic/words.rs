@@ -39,8 +39,8 @@ pub enum Preferred {
 pub struct End {
     /// Number of the stream.
     pub stream: u64,
-    /// Reason of the end.
-    pub reason: CloseReason,
+    /// Reason of the end; `None` for a reason of a newer peer that this version does not know.
+    pub reason: Option<CloseReason>,
     /// Number of bytes on the stream before the end.
     pub offset: u64,
 }
@@ -82,7 +82,7 @@ impl Word {
             }),
             "end" => Self::End(End {
                 stream: next()?.parse().ok()?,
-                reason: CloseReason::from_code(next()?.parse().ok()?)?,
+                reason: CloseReason::from_code(next()?.parse().ok()?),
                 offset: next()?.parse().ok()?,
             }),
             "slow" => Self::Slow,
@@ -100,8 +100,8 @@ impl fmt::Display for Word {
             Self::Prefer(Preferred::Tcp) => f.write_str("prefer tcp"),
             Self::Prefer(Preferred::Quic) => f.write_str("prefer quic"),
             Self::End(end) => {
-                let (stream, code) = (end.stream, end.reason.code());
-                write!(f, "end {stream} {code} {}", end.offset)
+                let code = end.reason.map_or(u8::MAX, CloseReason::code);
+                write!(f, "end {} {code} {}", end.stream, end.offset)
             }
             Self::Slow => f.write_str("slow"),
             Self::Ping => f.write_str("ping"),
@@ -120,7 +120,7 @@ mod tests {
     fn words_round_trip_through_their_lines_and_others_are_ignored() {
         let end = End {
             stream: u64::MAX,
-            reason: CloseReason::EndpointLost,
+            reason: None,
             offset: u64::MAX,
         };
         let words = [
@@ -136,10 +136,9 @@ mod tests {
             assert_eq!(Word::parse(&line[..line.len() - 1]), Some(word));
         }
         let recorded = Word::parse(b"end 5 4 1000");
-        let reason = CloseReason::EndpointLost;
         let expected = End {
             stream: 5,
-            reason,
+            reason: Some(CloseReason::EndpointLost),
             offset: 1000,
         };
         assert_eq!(recorded, Some(Word::End(expected)));
@@ -148,7 +147,7 @@ mod tests {
             b"prefer",
             b"prefer both",
             b"end 1 2",
-            b"end 1 255 0",
+            b"end 1 256 0",
             b"end -1 2 0",
             b"ping 1",
             b"\xff",

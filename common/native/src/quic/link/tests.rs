@@ -346,7 +346,7 @@ async fn link_to_a_peer_that_reads_no_words_ends_with_the_cause() {
     let (link, words) = Link::new(connection, 0, CloseReason::AgentLost);
     let end = End {
         stream: u64::MAX,
-        reason: CloseReason::EndpointLost,
+        reason: Some(CloseReason::EndpointLost),
         offset: u64::MAX,
     };
     let mut sent = 0;
