@@ -1,6 +1,7 @@
 //! The bound on the memory of a program's buffers, as stated in docs/architecture.md and computed from the
 //! constants that size the buffers.
 
+use culvert_stream::io::LARGE_READ_BYTES;
 use tracing::info;
 
 use crate::message::{MAX_DATA_BYTES, MAX_MESSAGE_BYTES, STOCK_DATA_BYTES};
@@ -62,10 +63,10 @@ impl Buffers {
         );
     }
 
-    /// Returns the bound for a connection: the budget, a chunk in transit each way, a read buffer, and the
-    /// stream of the client.
+    /// Returns the bound for a connection: the budget, a chunk from a packet, a chunk read from a socket, and the stream of
+    /// the client. A socket is not read while its chunk is in transit.
     pub fn per_connection(&self) -> usize {
-        self.connection_budget + 3 * MAX_DATA_BYTES + self.client.bytes()
+        self.connection_budget + MAX_DATA_BYTES + LARGE_READ_BYTES + self.client.bytes()
     }
 
     /// Returns the bound for a connection through a native peer: the smallest flow-control window, HTTP/2's
@@ -105,7 +106,7 @@ mod tests {
     use super::*;
 
     const KIB: usize = 1024;
-    const CHUNKS: usize = 3 * MAX_DATA_BYTES;
+    const CHUNKS: usize = 5 * MAX_DATA_BYTES;
 
     #[test]
     fn the_budget_of_a_connection_follows_the_flag_within_its_range() {

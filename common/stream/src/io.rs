@@ -19,7 +19,7 @@ use super::{CloseReason, Sink, Source};
 /// Smallest read size, in bytes, for a connection that moves little.
 const SMALL_READ_BYTES: usize = 4 * 1024;
 /// Largest read size, in bytes, for a busy connection: four DATA packets, or one native frame.
-const LARGE_READ_BYTES: usize = 4 * (64 * 1024 - 64);
+pub const LARGE_READ_BYTES: usize = 4 * (64 * 1024 - 64);
 /// Largest read, in bytes, to copy out of the buffer, so that a few bytes in a slow queue do not keep a large
 /// buffer alive.
 const COPY_BYTES: usize = 512;

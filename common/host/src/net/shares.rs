@@ -1,11 +1,11 @@
 //! The shares of source addresses in a limited resource, such as the descriptors of the process: one source cannot
 //! use all of it.
 //!
-//! A source may have at most as many connections as descriptors are free, or a multiple of this number. With two descriptors for each connection,
-//! a single source may thus use two thirds of the descriptors, the next source two thirds of the rest, and so on:
-//! every source finds a part free. While few descriptors are in use, the rule has no effect. Network switches share
-//! buffers between ports in the same way (A. K. Choudhury and E. L. Hahne, "Dynamic Queue Length Thresholds for
-//! Shared-Memory Packet Switches", 1998).
+//! A source may have at most as many connections as descriptors are free, or a multiple of this number. With two
+//! descriptors for each connection, a single source may thus use two thirds of the descriptors, the next source two thirds
+//! of the rest, and so on: every source finds a part free. While few descriptors are in use, the rule has no effect.
+//! Network switches share buffers between ports in the same way (A. K. Choudhury and E. L. Hahne, "Dynamic Queue Length
+//! Thresholds for Shared-Memory Packet Switches", 1998).
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -61,19 +61,28 @@ impl Shares {
     /// Counts a new connection from `source` if the places are used by nothing but counted connections; returns `None` if
     /// the source has used up its share.
     pub fn take_place(self: &Arc<Self>, source: IpAddr) -> Option<Share> {
-        let in_use = self.hosts.lock().values().sum();
-        self.take_at(source, in_use)
+        let mut hosts = self.hosts.lock();
+        let in_use = hosts.values().sum();
+        self.take_in(&mut hosts, source, in_use)
     }
 
     /// Counts a new connection from `source` while `in_use` places are in use; returns `None` if the source has used
     /// up its share.
     pub fn take_at(self: &Arc<Self>, source: IpAddr, in_use: u64) -> Option<Share> {
+        self.take_in(&mut self.hosts.lock(), source, in_use)
+    }
+
+    fn take_in(
+        self: &Arc<Self>,
+        hosts: &mut HashMap<u64, u64>,
+        source: IpAddr,
+        in_use: u64,
+    ) -> Option<Share> {
         let host = host_key(source);
         let free = self
             .usable
             .saturating_sub(in_use)
             .saturating_mul(self.factor);
-        let mut hosts = self.hosts.lock();
         let count = hosts.entry(host).or_default();
         if *count >= free {
             if *count == 0 {
