@@ -37,7 +37,7 @@ use std::io::{Read as _, Write as _};
 use std::path::Path;
 use std::process::ExitCode;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 
 use self::apiserver::Apiserver;
 use self::cluster::Cluster;
@@ -142,13 +142,21 @@ fn render(options: &Options) -> anyhow::Result<Outcome> {
     objects.retain(|object| options.part.is_empty() || options.part.contains(&object.part));
     match &options.output_dir {
         Some(folder) => {
+            if let Some(other) = output::other_cluster(folder, &target.namespace) {
+                bail!(
+                    "{}: the folder has the objects of {other}, and this cluster is {}; choose a folder for each user \
+                     cluster",
+                    folder.display(),
+                    target.namespace
+                );
+            }
             for path in output::stale(folder, &objects, &options.part) {
                 let path = path.display();
                 let reason =
                     "an earlier run wrote the file, and the cluster has no such objects; delete it";
                 let _ = writeln!(std::io::stderr(), "Warning: {path}: {reason}");
             }
-            output::write(folder, &objects)?;
+            output::write(folder, &target.namespace, &objects)?;
         }
         None => say!("{}", output::stream(&objects)?.trim_end()),
     }

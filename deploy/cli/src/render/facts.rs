@@ -83,9 +83,9 @@ pub(crate) struct Images {
     pub(crate) node_tunnel: Option<String>,
 }
 
-/// Fields of KKP's `Seed` object that decide about the tunnel. Other fields are refused.
+/// Fields of KKP's `Seed` object that decide about the tunnel. Other fields are ignored.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
-#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+#[serde(rename_all = "camelCase", default)]
 pub(crate) struct Seed {
     #[serde(deserialize_with = "present")]
     pub(crate) expose_strategy: String,
@@ -111,7 +111,7 @@ pub(crate) struct Datacenter {
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+#[serde(rename_all = "camelCase", default)]
 pub(crate) struct NodeportProxy {
     /// Annotations of load balancers; deprecated by KKP, but in force.
     #[serde(deserialize_with = "present")]
@@ -121,7 +121,7 @@ pub(crate) struct NodeportProxy {
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+#[serde(rename_all = "camelCase", default)]
 pub(crate) struct Envoy {
     pub(crate) replicas: Option<i32>,
     #[serde(deserialize_with = "present")]
@@ -152,7 +152,7 @@ pub(crate) struct ConnectionSettings {
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+#[serde(rename_all = "camelCase", default)]
 pub(crate) struct LoadBalancerService {
     /// Annotations of load balancers. They replace annotations of [`NodeportProxy`] with the same name.
     #[serde(deserialize_with = "present")]
@@ -162,7 +162,7 @@ pub(crate) struct LoadBalancerService {
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+#[serde(rename_all = "camelCase", default)]
 pub(crate) struct Configuration {
     #[serde(deserialize_with = "present")]
     pub(crate) expose_strategy: String,

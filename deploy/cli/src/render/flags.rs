@@ -31,7 +31,8 @@ pub struct Options {
     #[arg(long, value_name = "PART", value_enum)]
     pub(super) part: Vec<Part>,
 
-    /// Write a file for each part and cluster into this folder, instead of the standard output.
+    /// Write files such as seed-server.yaml and user-agent.yaml into this folder, instead of the standard output. Each
+    /// user cluster needs a folder of its own.
     #[arg(long, value_name = "DIR")]
     pub(super) output_dir: Option<PathBuf>,
 

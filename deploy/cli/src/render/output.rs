@@ -35,11 +35,15 @@ pub(super) fn stream<'a>(objects: impl IntoIterator<Item = &'a Object>) -> anyho
     Ok(text)
 }
 
-/// Writes a file for each part and cluster. Patches get files of their own.
+/// Begin of the first line of each file, before the namespace of the user cluster in the seed.
+const CLUSTER: &str = "# cluster: ";
+
+/// Writes a file for each part, and for seed and user cluster. Patches get files of their own. `namespace` is the namespace of
+/// the user cluster in the seed.
 ///
 /// # Errors
 /// Fails if the folder or a file cannot be written.
-pub(super) fn write(folder: &Path, objects: &[Object]) -> anyhow::Result<()> {
+pub(super) fn write(folder: &Path, namespace: &str, objects: &[Object]) -> anyhow::Result<()> {
     fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
     let mut files: BTreeMap<String, Vec<&Object>> = BTreeMap::new();
     for object in objects {
@@ -48,11 +52,19 @@ pub(super) fn write(folder: &Path, objects: &[Object]) -> anyhow::Result<()> {
     }
     for (file, objects) in files {
         let path = folder.join(file);
-        let text = stream(objects)?;
+        let text = format!("{CLUSTER}{namespace}\n{}", stream(objects)?);
         fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
         say!("{}", path.display());
     }
     Ok(())
+}
+
+/// Returns the namespace of another user cluster whose objects an earlier run has written into the folder.
+pub(super) fn other_cluster(folder: &Path, namespace: &str) -> Option<String> {
+    every_file(Part::value_variants())
+        .filter_map(|(.., file)| fs::read_to_string(folder.join(file)).ok())
+        .filter_map(|text| Some(text.lines().next()?.strip_prefix(CLUSTER)?.to_owned()))
+        .find(|found| found != namespace)
 }
 
 /// Returns the files in the folder that an earlier run has written for one of the `parts`, and that have none of the
@@ -62,20 +74,27 @@ pub(super) fn stale(folder: &Path, objects: &[Object], parts: &[Part]) -> Vec<Pa
         [] => Part::value_variants(),
         parts => parts,
     };
-    let mut files = Vec::new();
-    for part in parts {
-        for place in [Place::Seed, Place::User] {
-            for is_patch in [false, true] {
-                let is_file =
-                    |it: &Object| (it.place, it.part, it.is_patch) == (place, *part, is_patch);
-                let path = folder.join(file(place, *part, is_patch));
-                if path.exists() && !objects.iter().any(is_file) {
-                    files.push(path);
-                }
-            }
-        }
-    }
-    files
+    every_file(parts)
+        .filter(|(place, part, is_patch, _)| {
+            let is_in =
+                |it: &Object| (it.place, it.part, it.is_patch) == (*place, *part, *is_patch);
+            !objects.iter().any(is_in)
+        })
+        .map(|(.., file)| folder.join(file))
+        .filter(|path| path.exists())
+        .collect()
+}
+
+/// Returns place, part, kind and name of every file that may have objects of the parts.
+fn every_file(parts: &[Part]) -> impl Iterator<Item = (Place, Part, bool, String)> {
+    let places = [Place::Seed, Place::User];
+    let kinds = places
+        .into_iter()
+        .flat_map(|place| [(place, false), (place, true)]);
+    parts.iter().flat_map(move |part| {
+        let of_part = kinds.clone();
+        of_part.map(|(place, is_patch)| (place, *part, is_patch, file(place, *part, is_patch)))
+    })
 }
 
 /// Returns the name of the file of an object.

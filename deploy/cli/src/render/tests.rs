@@ -818,6 +818,31 @@ fn plan_of_a_strategy_needs_the_file_of_its_end() {
 }
 
 #[test]
+fn folder_with_another_cluster_is_an_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("cluster.yaml");
+    let output = folder.path().join("out");
+    let text = file("konnectivity", "NodePort", "");
+    std::fs::write(&path, &text).unwrap();
+    let line = format!(
+        "render {} --output-dir={} --part=agent",
+        path.display(),
+        output.display()
+    );
+    for _ in 0..2 {
+        super::render(&parsed(&line)).map(drop).unwrap();
+    }
+    let read = || std::fs::read_to_string(output.join("user-agent.yaml")).unwrap();
+    let before = read();
+    std::fs::write(&path, text.replace("abc123", "def456")).unwrap();
+    let error = super::render(&parsed(&line)).map(drop).unwrap_err();
+    let why = error.to_string();
+    assert!(why.contains("objects of cluster-abc123"), "{why}");
+    assert_eq!(super::code(&error), 2);
+    assert_eq!(read(), before);
+}
+
+#[test]
 fn part_of_another_strategy_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("cluster.yaml");
@@ -1229,7 +1254,7 @@ fn files_of_an_earlier_run_are_found() {
             let stale = output::stale(folder, objects, parts);
             let names = stale.iter().map(|path| path.file_name().unwrap());
             let names: Vec<String> = names.map(|it| it.display().to_string()).collect();
-            output::write(folder, objects).unwrap();
+            output::write(folder, "cluster-abc123", objects).unwrap();
             names
         })
     };
