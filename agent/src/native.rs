@@ -25,7 +25,7 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tonic::Code;
-use tracing::{debug, info};
+use tracing::{Instrument as _, Span, debug, info};
 
 use crate::agent::Agent;
 
@@ -95,6 +95,7 @@ impl NativeServer {
     {
         // A guard, so that the connection's tasks also end if this future is dropped.
         let _ended = self.ended.clone().drop_guard();
+        let span = Span::current();
         loop {
             let next = tokio::select! {
                 next = taker.next() => next,
@@ -107,19 +108,24 @@ impl NativeServer {
                 let streams = &self.agent.metrics.streams;
                 streams.stream_error(Segment::ToAgent, Code::Unavailable, None);
             })?;
-            let task = self.clone().serve(incoming);
-            self.agent.tasks.spawn(task);
+            self.agent
+                .tasks
+                .spawn(self.clone().serve(incoming, span.clone()));
         }
     }
 
-    async fn serve(self: Arc<Self>, incoming: Incoming) {
+    /// Serves a stream. `span` names the server in the lines about the control stream.
+    async fn serve(self: Arc<Self>, incoming: Incoming, span: Span) {
         let (request, mut respond) = incoming;
         match (request.method(), request.uri().path()) {
             (&Method::CONNECT, _) => {
                 let dial = message::dial_of(&request);
                 self.connect(dial, request.into_body(), respond).await;
             }
-            (&Method::GET, CONTROL_PATH) => self.control(request.into_body(), respond).await,
+            (&Method::GET, CONTROL_PATH) => {
+                let control = self.control(request.into_body(), respond);
+                control.instrument(span).await;
+            }
             // A request type that this version does not know.
             _ => drop(respond.send_response(status(StatusCode::NOT_FOUND), true)),
         }

@@ -8,7 +8,7 @@ use std::fmt;
 use std::future::poll_fn;
 use std::io::{self, Write as _};
 use std::process::ExitCode;
-use std::task::Poll;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -25,30 +25,43 @@ use crate::telemetry::panics;
 const LOG_FLUSH: Duration = Duration::from_secs(1);
 
 /// The signals that stop a program, with their names.
-pub struct Signals(Vec<(&'static str, Signal)>);
+pub struct Signals {
+    received: Vec<(&'static str, Signal)>,
+    /// SIGHUP, which some operators send after a change of files; `None` below `nohup`, where the kernel ignores it.
+    hangup: Option<Signal>,
+}
 
 impl Signals {
-    /// Replaces the default action of SIGINT and SIGTERM.
+    /// Replaces the default action of SIGINT and SIGTERM, and of SIGHUP, which has no effect.
     ///
     /// # Errors
     /// Fails if the runtime cannot install a handler.
     pub fn new() -> io::Result<Self> {
-        Ok(Self(vec![
-            ("SIGINT", signal(SignalKind::interrupt())?),
-            ("SIGTERM", signal(SignalKind::terminate())?),
-        ]))
+        let hangup = match ignores_hangup() {
+            true => None,
+            false => Some(signal(SignalKind::hangup())?),
+        };
+        Ok(Self {
+            received: vec![
+                ("SIGINT", signal(SignalKind::interrupt())?),
+                ("SIGTERM", signal(SignalKind::terminate())?),
+            ],
+            hangup,
+        })
     }
 
-    /// As [`Self::new`], for a program that a person runs in a terminal: also replaces the default action of SIGQUIT
-    /// (Ctrl-\) and of SIGHUP (the terminal is closed). SIGHUP stays ignored below `nohup`.
+    /// As [`Self::new`], for a program that a person runs in a terminal: SIGQUIT (Ctrl-\) and SIGHUP (the terminal is
+    /// closed) end the program too. SIGHUP stays ignored below `nohup`.
     ///
     /// # Errors
     /// Fails if the runtime cannot install a handler.
     pub fn of_terminal() -> io::Result<Self> {
         let mut signals = Self::new()?;
-        signals.0.push(("SIGQUIT", signal(SignalKind::quit())?));
-        if !ignores_hangup() {
-            signals.0.push(("SIGHUP", signal(SignalKind::hangup())?));
+        signals
+            .received
+            .push(("SIGQUIT", signal(SignalKind::quit())?));
+        if let Some(hangup) = signals.hangup.take() {
+            signals.received.push(("SIGHUP", hangup));
         }
         Ok(signals)
     }
@@ -56,7 +69,11 @@ impl Signals {
     /// Waits for the next signal and returns its name.
     pub async fn recv(&mut self) -> &'static str {
         poll_fn(|cx| {
-            let mut signals = self.0.iter_mut();
+            let hangup = self.hangup.as_mut();
+            if hangup.is_some_and(|hangup| take_all(hangup, cx)) {
+                info!("SIGHUP has no effect: changed files are read without a signal");
+            }
+            let mut signals = self.received.iter_mut();
             let name =
                 signals.find_map(|(name, signal)| signal.poll_recv(cx).is_ready().then_some(*name));
             name.map_or(Poll::Pending, Poll::Ready)
@@ -100,6 +117,15 @@ impl Signals {
             signal = self.recv() => Err(CutShort { signal, stop }),
         }
     }
+}
+
+/// Takes all received signals of a kind. Returns true if there was one.
+fn take_all(signal: &mut Signal, cx: &mut Context<'_>) -> bool {
+    let mut received = false;
+    while signal.poll_recv(cx).is_ready() {
+        received = true;
+    }
+    received
 }
 
 /// Returns true if this process has inherited that it ignores SIGHUP (proc_pid_status(5), `SigIgn`).

@@ -38,10 +38,10 @@ pub(super) async fn drained(frontend: Arc<Frontend>, timeout: Duration, linger: 
         }
     };
     match tokio::time::timeout(timeout, idle).await {
-        Ok(()) => info!("drained"),
-        Err(_) => warn!(
+        Err(_) if open() > 0 => warn!(
             connections = open(),
             "--graceful-shutdown-timeout has passed: closing the connections that are still open"
         ),
+        _ => info!("drained"),
     }
 }

@@ -2,6 +2,7 @@
 //! checks and converts the values.
 
 use std::ffi::OsString;
+use std::time::Duration;
 
 use clap::{Args, Parser};
 use culvert_host::flags::values::go_int;
@@ -247,8 +248,9 @@ pub(super) struct TunnelFlags {
     #[arg(long, value_name = "DURATION", default_value = "0")]
     pub(super) graceful_shutdown_timeout: GoDuration,
 
-    /// Time a draining server without connections serves new dials before the server exits
-    #[arg(long, value_name = "DURATION", default_value = "5s")]
+    /// Time a draining server without connections serves new dials before the server exits; at most
+    /// --graceful-shutdown-timeout
+    #[arg(long, value_name = "DURATION", default_value_t = DRAIN_LINGER.into())]
     pub(super) drain_linger: GoDuration,
 
     /// No effect, and deprecated upstream
@@ -330,6 +332,8 @@ pub(super) struct AuthFlags {
     pub(super) authentication_audience: String,
 }
 
+/// Default of `--drain-linger`.
+pub(super) const DRAIN_LINGER: Duration = Duration::from_secs(5);
 /// Default of `--kube-api-content-type`.
 pub(super) const CONTENT_TYPE: &str = "application/vnd.kubernetes.protobuf";
 /// Default of `--lease-namespace`.

@@ -206,7 +206,10 @@ fn a_hosting_platforms_server_starts() {
     );
     assert_eq!(
         config.warnings,
-        ["accepted, without effect here: --kubeconfig (nothing here uses the Kubernetes API)"]
+        [
+            "--drain-linger is longer than --graceful-shutdown-timeout, which ends the drain first",
+            "accepted, without effect here: --kubeconfig (nothing here uses the Kubernetes API)"
+        ]
     );
 }
 

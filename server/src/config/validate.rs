@@ -14,8 +14,8 @@ use culvert_kube::pace::Pace;
 use culvert_kube::tokens::AgentAuth;
 
 use super::flags::{
-    CONTENT_TYPE, DestinationFlags, Flags, FrontendFlags, KubernetesFlags, LimitFlags,
-    OperationsFlags, SwitchFlags,
+    CONTENT_TYPE, DRAIN_LINGER, DestinationFlags, Flags, FrontendFlags, KubernetesFlags,
+    LimitFlags, OperationsFlags, SwitchFlags,
 };
 use super::{
     AgentListener, Config, Frontend, KEEPALIVE_FLOOR, Lease, Limits, Mode, TlsFiles,
@@ -85,6 +85,9 @@ impl Flags {
         let grace = self.tunnel.graceful_shutdown_timeout;
         let graceful_shutdown_timeout = p.not_negative("graceful-shutdown-timeout", grace);
         let drain_linger = p.not_negative("drain-linger", self.tunnel.drain_linger);
+        if drain_linger > graceful_shutdown_timeout && drain_linger != DRAIN_LINGER {
+            p.warn("--drain-linger is longer than --graceful-shutdown-timeout, which ends the drain first");
+        }
         let time = self.agents.keepalive_time;
         let keepalive_time = keepalive(p, "keepalive-time", time);
         let resume_grace = p.not_negative("resume-grace", self.agents.resume_grace);

@@ -22,7 +22,8 @@ pub fn explain(error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::UnexpectedEof => {
             "the peer closed the connection during the handshake; either the peer does not \
-             use TLS on this port, or the peer refused us and its log has the reason"
+             use TLS on this port, or the peer refused us and its log has the reason, or a load balancer in between has \
+             no ready peer"
                 .to_owned()
         }
         _ => error.to_string(),
