@@ -5,10 +5,12 @@ use std::time::Duration;
 
 use culvert_host::net::destinations::Destinations;
 use culvert_host::net::dial::{DialError, dial_permitted};
+use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_konnectivity::excess::OverflowBudget;
 use culvert_stream::CloseReason;
 use tokio::net::TcpStream;
 use tokio::sync::watch;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{info, warn};
@@ -35,6 +37,13 @@ pub(crate) struct Agent {
     /// Destinations that servers may dial.
     pub destinations: Destinations,
     active: watch::Sender<usize>,
+}
+
+/// A connection to an endpoint.
+pub(crate) struct Dialed {
+    pub socket: TcpStream,
+    /// Counts the connection as open until dropped.
+    pub open: GaugeGuard,
 }
 
 /// Bounds on the bytes that wait for slow endpoints.
@@ -70,20 +79,30 @@ impl Agent {
         })
     }
 
-    /// Dials an endpoint.
+    /// Dials an endpoint. The outcome is logged and counted.
     ///
     /// # Errors
-    /// Returns the error for the server, once it is logged and counted.
-    pub(crate) async fn dial(&self, protocol: &str, address: &str) -> Result<TcpStream, DialError> {
+    /// Returns the error for the server.
+    pub(crate) async fn dial(&self, protocol: &str, address: &str) -> Result<Dialed, DialError> {
+        let started = Instant::now();
         // Boxed, because a dial needs more memory than the connection after it.
         let dialed = dial_permitted(protocol, address, DIAL_TIMEOUT, &self.destinations);
-        Box::pin(dialed).await.inspect_err(|error| {
-            match error.denial {
-                Some(_) => warn!(address, error = error.text, "dial denied"),
-                None => info!(address, error = error.text, "dial failed"),
+        match Box::pin(dialed).await {
+            Ok(socket) => {
+                let elapsed = started.elapsed().as_secs_f64();
+                self.metrics.dial_duration.record(elapsed);
+                let open = GaugeGuard::new(&self.metrics.open_endpoint_connections);
+                Ok(Dialed { socket, open })
             }
-            self.metrics.dial_failures(error.into()).increment(1);
-        })
+            Err(error) => {
+                match error.denial {
+                    Some(_) => warn!(address, error = error.text, "dial denied"),
+                    None => info!(address, error = error.text, "dial failed"),
+                }
+                self.metrics.dial_failures((&error).into()).increment(1);
+                Err(error)
+            }
+        }
     }
 
     /// Counts a connection until the returned guard is dropped.

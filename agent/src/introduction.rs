@@ -6,7 +6,10 @@ use std::path::Path;
 use std::sync::{Arc, LazyLock};
 
 use culvert_host::file_follower::read_until;
-use culvert_konnectivity::message::HALF_CLOSE_HEADER;
+use culvert_konnectivity::message::{
+    AGENT_ID_HEADER, AGENT_IDENTIFIERS_HEADER, HALF_CLOSE_HEADER, SERVER_COUNT_HEADER,
+    SERVER_ID_HEADER,
+};
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tonic::metadata::{Ascii, MetadataMap, MetadataValue};
@@ -34,8 +37,8 @@ pub(crate) async fn metadata(
     let header = |value: &str| {
         MetadataValue::try_from(value).map_err(|_| IntroductionError::Value(value.to_owned()))
     };
-    metadata.insert("agentid", header(&config.agent_id)?);
-    metadata.insert("agentidentifiers", header(&config.agent_identifiers)?);
+    metadata.insert(AGENT_ID_HEADER, header(&config.agent_id)?);
+    metadata.insert(AGENT_IDENTIFIERS_HEADER, header(&config.agent_identifiers)?);
     metadata.insert(HALF_CLOSE_HEADER, MetadataValue::from_static("1"));
     if let Some(path) = &config.token_path {
         metadata.insert("authorization", bearer(path, deadline).await?);
@@ -85,14 +88,14 @@ pub(crate) fn server_of(metadata: &MetadataMap) -> Result<(String, i64), String>
         let all = metadata.get_all(key).iter();
         all.filter_map(|value| value.to_str().ok()).collect()
     };
-    let ids = values("serverid");
+    let ids = values(SERVER_ID_HEADER);
     let [id] = ids.as_slice() else {
         return Err(format!(
             "expected one server ID in the context, got [{}]",
             ids.join(" ")
         ));
     };
-    let counts = values("servercount");
+    let counts = values(SERVER_COUNT_HEADER);
     let [count] = counts.as_slice() else {
         return Err(format!("expected one server count, got {}", counts.len()));
     };

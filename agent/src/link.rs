@@ -3,12 +3,11 @@
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::Duration;
 
 use culvert_host::net::loss::Packets;
 use culvert_host::net::readahead::ReadAhead;
 use culvert_host::telemetry::metrics::GaugeGuard;
-use culvert_native::resume::{Session, State, Ticket};
+use culvert_native::resume::{AWAY_PATIENCE, Session, State, Ticket};
 use metrics::Gauge;
 use parking_lot::Mutex;
 use socket2::SockRef;
@@ -18,10 +17,6 @@ use tokio::time::sleep;
 use tokio_rustls::client::TlsStream;
 
 use crate::metrics::AgentMetrics;
-
-/// Time after which a server that is away counts as disconnected: the same as for an agent at its server. A shorter time
-/// would make the readiness of the agent flap with each break.
-const AWAY_PATIENCE: Duration = Duration::from_secs(5);
 
 /// TLS connection that carries HTTP/2.
 pub(crate) type Tls = TlsStream<ReadAhead<TcpStream>>;
@@ -55,11 +50,6 @@ pub(crate) struct LinkSocket {
 pub(crate) struct Absence {
     gauge: Gauge,
     away: Option<GaugeGuard>,
-}
-
-/// Returns true if the link broke [`AWAY_PATIENCE`] ago, or earlier, and has not resumed yet.
-pub(crate) fn is_gone<T>(session: &Session<T>) -> bool {
-    session.away_for().is_some_and(|away| away >= AWAY_PATIENCE)
 }
 
 // === impl LinkSocket ===
@@ -131,7 +121,7 @@ impl Absence {
         self.away.is_some()
     }
 
-    /// Follows the state of a link, and calls `changed` after each change of [`Absence::is_away`] and of [`is_gone`]. Never
+    /// Follows the state of a link, and calls `changed` after each change of [`Absence::is_away`] and of [`Session::is_gone`]. Never
     /// ends. Cancel safe.
     pub(crate) async fn follow<T>(&mut self, session: Option<&Session<T>>, changed: impl Fn()) {
         let Some(session) = session else {
@@ -174,6 +164,8 @@ mod tests {
 
     use std::net::{TcpListener, TcpStream};
 
+    use std::time::Duration;
+
     use culvert_native::resume::ResumableIo;
     use futures_util::FutureExt as _;
     use tokio::io::AsyncReadExt as _;
@@ -202,13 +194,13 @@ mod tests {
         let mut link = ResumableIo::opening(near, Arc::default(), Duration::from_secs(60));
         let session = link.session();
         let mut absence = Absence::new(&AgentMetrics::new().unwrap());
-        assert!(!is_gone(session.as_ref()));
+        assert!(!session.is_gone());
         drop(far);
         let changes = Mutex::new(Vec::new());
         let mut byte = [0; 1];
         tokio::select! {
             _ = link.read(&mut byte) => panic!("the link has ended"),
-            () = absence.follow(Some(session.as_ref()), || changes.lock().push(is_gone(session.as_ref()))) => {}
+            () = absence.follow(Some(session.as_ref()), || changes.lock().push(session.is_gone())) => {}
             () = sleep(AWAY_PATIENCE + Duration::from_secs(1)) => {}
         }
         assert_eq!(*changes.lock(), [false, true]);

@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use culvert_host::net::listen::reset;
-use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_konnectivity::message::PacketType;
 use culvert_konnectivity::metrics::Segment;
 use culvert_native::control::{self, Control};
@@ -22,12 +21,11 @@ use http::{Method, Response, StatusCode};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::sync::watch;
-use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tonic::Code;
 use tracing::{Instrument as _, Span, debug, info};
 
-use crate::agent::Agent;
+use crate::agent::{Agent, Dialed};
 
 /// Shared state of the streams of one native connection.
 pub(crate) struct NativeServer {
@@ -185,9 +183,7 @@ impl NativeServer {
     async fn connect(&self, dial: Dial, receive: h2::RecvStream, mut respond: SendResponse<Chunk>) {
         // Counted from the start of the dial, so that a drained agent does not exit during a dial.
         let _active = self.agent.activity();
-        let metrics = &self.agent.metrics;
         self.count(Segment::ToAgent, PacketType::DialReq);
-        let started = Instant::now();
         let dialed = tokio::select! {
             dialed = self.agent.dial(&dial.protocol, &dial.address) => dialed,
             // The server cancelled the dial, or the connection to the server ended.
@@ -196,11 +192,10 @@ impl NativeServer {
         };
         self.count(Segment::FromAgent, PacketType::DialRsp);
         match dialed {
-            Ok(socket) => {
-                metrics
-                    .dial_duration
-                    .record(started.elapsed().as_secs_f64());
-                let _open = GaugeGuard::new(&metrics.open_endpoint_connections);
+            Ok(Dialed {
+                socket,
+                open: _open,
+            }) => {
                 let Ok(send) = respond.send_response(status(StatusCode::OK), false) else {
                     return;
                 };

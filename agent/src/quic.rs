@@ -29,7 +29,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::metadata::MetadataMap;
 use tracing::{debug, info};
 
-use crate::agent::Agent;
+use crate::agent::{Agent, Dialed};
 use crate::config::{Config, LinkTransport};
 use crate::introduction::{metadata, server_of};
 use crate::link::{LinkSocket, SharedSocket};
@@ -413,15 +413,13 @@ async fn serve(
 ) {
     // Counted from the start of the dial, so that a drained agent does not exit during a dial.
     let _active = agent.activity();
-    let metrics = &agent.metrics;
     let dial = match timeout(message::HEAD_TIMEOUT, read_dial(&mut source)).await {
         Ok(Ok(dial)) => dial,
         Ok(Err(error)) => return debug!(error, "a stream without a dial"),
         Err(_) => return debug!("a stream without a dial: timed out"),
     };
-    let count = |segment, packet| metrics.streams.count_as(segment, packet);
+    let count = |segment, packet| agent.metrics.streams.count_as(segment, packet);
     count(Segment::ToAgent, PacketType::DialReq);
-    let started = Instant::now();
     let dialed = tokio::select! {
         dialed = agent.dial(&dial.protocol, &dial.address) => dialed,
         // The server cancelled the dial, or the link ended.
@@ -430,11 +428,10 @@ async fn serve(
     };
     count(Segment::FromAgent, PacketType::DialRsp);
     match dialed {
-        Ok(socket) => {
-            metrics
-                .dial_duration
-                .record(started.elapsed().as_secs_f64());
-            let _open = GaugeGuard::new(&metrics.open_endpoint_connections);
+        Ok(Dialed {
+            socket,
+            open: _open,
+        }) => {
             if answer(&mut sink, &message::accepted()).await.is_err() {
                 return;
             }

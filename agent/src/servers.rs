@@ -20,7 +20,7 @@ use crate::addresses::Via;
 use crate::agent::Agent;
 use crate::config::Config;
 use crate::connect::{ConnectError, Connected, Connector, Reached, Transport};
-use crate::link::{Absence, ResumableLink, SharedSocket, Tls, is_gone};
+use crate::link::{Absence, ResumableLink, SharedSocket, Tls};
 use crate::metrics::{AttemptOutcome, ResumeOutcome, ServerDirection};
 use crate::native::{NativeServer, Notices};
 use crate::packet::ServerStream;
@@ -93,7 +93,7 @@ impl Server {
 
     /// Returns true unless the server has been away for long, over TCP and QUIC.
     fn is_present(&self) -> bool {
-        let is_gone = self.session.as_deref().is_some_and(is_gone);
+        let is_gone = self.session.as_deref().is_some_and(Session::is_gone);
         !is_gone
             || self
                 .socket

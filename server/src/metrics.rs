@@ -14,6 +14,7 @@ use culvert_host::telemetry::metrics::{
 use culvert_konnectivity::metrics::{Segment, StreamMetrics, StreamNames};
 use culvert_kube::calls::CallMetrics;
 use metrics::{Counter, Gauge, Histogram};
+use tokio::time::Instant;
 
 use crate::tunnel::{Health, Kind, Mode, TunnelStatus};
 
@@ -221,6 +222,33 @@ pub struct ServerMetrics {
     pub quic_links: Gauge,
     /// Dials over QUIC with an outcome.
     pub quic_dials: Family<QuicDial, Counter>,
+}
+
+/// Counts a connection as open until dropped, and then its lifetime.
+pub(crate) struct OpenConnection {
+    metrics: Arc<ServerMetrics>,
+    opened: Instant,
+}
+
+// === impl OpenConnection ===
+
+impl OpenConnection {
+    /// Begins to count a connection.
+    pub(crate) fn new(metrics: &Arc<ServerMetrics>) -> Self {
+        metrics.established_connections.increment(1.0);
+        Self {
+            metrics: metrics.clone(),
+            opened: Instant::now(),
+        }
+    }
+}
+
+impl Drop for OpenConnection {
+    fn drop(&mut self) {
+        self.metrics.established_connections.decrement(1.0);
+        let lifetime = self.opened.elapsed().as_secs_f64();
+        self.metrics.connection_duration.record(lifetime);
+    }
 }
 
 // === impl ServerMetrics ===

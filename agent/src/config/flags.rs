@@ -8,6 +8,7 @@ use culvert_host::flags::labels::{LabelError, check_selector};
 use culvert_host::flags::values::go_int;
 use culvert_host::flags::{Exit, GoDuration, KlogFlags, Parsed, Problems, StringSlice, parse};
 use culvert_host::net::congestion::LinkCongestion;
+use culvert_kube::leases;
 
 use super::openvpn::OpenVpnFlags;
 use super::{Config, PROGRAM};
@@ -208,10 +209,6 @@ pub(super) struct OperationsFlags {
 
 /// Default of `--kube-api-content-type`.
 pub(super) const CONTENT_TYPE: &str = "application/vnd.kubernetes.protobuf";
-/// Default of `--lease-namespace`.
-pub(super) const LEASE_NAMESPACE: &str = "kube-system";
-/// Default of `--lease-label-selector`.
-pub(super) const LEASE_SELECTOR: &str = "k8s-app=konnectivity-server";
 
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Kubernetes API")]
@@ -221,13 +218,13 @@ pub(super) struct KubernetesFlags {
     pub(super) count_server_leases: bool,
 
     /// Namespace of the leases; empty means all namespaces
-    #[arg(long, value_name = "NAMESPACE", default_value = LEASE_NAMESPACE)]
+    #[arg(long, value_name = "NAMESPACE", default_value = leases::DEFAULT_NAMESPACE)]
     pub(super) lease_namespace: String,
 
     // In the stock agent, --lease-label is a deprecated alias of the same value, so the last of the two flags
     // wins.
     /// Label selector of the leases; empty selects all
-    #[arg(long, alias = "lease-label", value_name = "SELECTOR", default_value = LEASE_SELECTOR,
+    #[arg(long, alias = "lease-label", value_name = "SELECTOR", default_value = leases::DEFAULT_LABEL,
           value_parser = selector)]
     pub(super) lease_label_selector: String,
 

@@ -7,18 +7,17 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use culvert_host::net::listen::reset;
-use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_openvpn::flows::{Closed, Refusal, Unreachable};
 use culvert_openvpn_io::stream::{Broken, Incoming, Stream};
 use culvert_stream::connection::run_connection;
 use culvert_stream::io::{ReadSource, WriteSink, linger_close};
 use culvert_stream::{CloseReason, HALF_OPEN_IDLE, log_closed};
 use tokio::net::TcpStream;
-use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
 use super::tunnel::Tunnel;
+use crate::agent::Dialed;
 use crate::metrics::DialFailureReason;
 
 /// One connection, starting at its SYN.
@@ -42,29 +41,27 @@ impl Endpoint {
         let agent = &tunnel.agent;
         // Counted from the dial on, so that a draining agent waits for dials in progress.
         let _active = agent.activity();
-        let metrics = &agent.metrics;
         let target = match tunnel.target(incoming.destination) {
             Ok(target) => target,
             Err(text) => {
-                metrics
+                agent
+                    .metrics
                     .dial_failures(DialFailureReason::Unknown)
                     .increment(1);
                 debug!(destination = %incoming.destination, error = text, "refused");
                 return incoming.refuse(Refusal::Reset);
             }
         };
-        let started = Instant::now();
         let address = target.to_string();
         let dialed = tokio::select! {
             dialed = agent.dial("tcp", &address) => dialed,
             () = ended.cancelled() => return,
         };
         match dialed {
-            Ok(socket) => {
-                metrics
-                    .dial_duration
-                    .record(started.elapsed().as_secs_f64());
-                let _open = GaugeGuard::new(&metrics.open_endpoint_connections);
+            Ok(Dialed {
+                socket,
+                open: _open,
+            }) => {
                 let source = incoming.source;
                 // `None` means that the tunnel has ended meanwhile.
                 if let Some(stream) = incoming.accept() {

@@ -9,7 +9,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
 use culvert_host::net::listen::reset;
-use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_konnectivity::agent_mux::closed;
 use culvert_konnectivity::inbox;
 use culvert_konnectivity::message::{ConnectId, DialId, MAX_DATA_BYTES, Message};
@@ -19,11 +18,12 @@ use culvert_stream::io::{LINGER, ReadSource, WriteSink, drain};
 use culvert_stream::{CLOSE_STALL, CloseReason, Dial, HALF_OPEN_IDLE, Sink, Source, log_closed};
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
 use super::ServerStream;
+use crate::agent::Dialed;
 
 /// Input of one connection, decoded from the server's packets.
 pub(super) enum Incoming {
@@ -84,19 +84,16 @@ impl Endpoint {
         };
         // Counted from the start of the dial, so that a drained agent does not exit during a dial.
         let _active = stream.agent.activity();
-        let metrics = &stream.agent.metrics;
-        let started = Instant::now();
         let dialed = tokio::select! {
             dialed = stream.agent.dial(&self.dial.protocol, &self.dial.address) => dialed,
             () = self.cut.cancelled() => return,
         };
         stream.dialed(self.dial_id, self.connection);
         match dialed {
-            Ok(socket) => {
-                metrics
-                    .dial_duration
-                    .record(started.elapsed().as_secs_f64());
-                let _open = GaugeGuard::new(&metrics.open_endpoint_connections);
+            Ok(Dialed {
+                socket,
+                open: _open,
+            }) => {
                 stream.tell(Message::DialResponse {
                     dial: self.dial_id,
                     connection: self.connection,

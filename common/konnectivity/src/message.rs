@@ -28,6 +28,18 @@ pub const AGENT_DATA_BYTES: usize = STOCK_DATA_BYTES - 64;
 /// payload, and room for the fields around the payload.
 pub const MAX_MESSAGE_BYTES: usize = 4 * 1024 * 1024 + 1024;
 
+/// Metadata key of an agent's id (upstream `proto/header/header.go`).
+pub const AGENT_ID_HEADER: &str = "agentid";
+
+/// Metadata key of an agent's identifiers, the value of `--agent-identifiers`.
+pub const AGENT_IDENTIFIERS_HEADER: &str = "agentidentifiers";
+
+/// Metadata key of a server's id.
+pub const SERVER_ID_HEADER: &str = "serverid";
+
+/// Metadata key of the number of servers.
+pub const SERVER_COUNT_HEADER: &str = "servercount";
+
 /// Metadata key that our server and our agent send to announce support for [`Message::HalfClose`]. Stock
 /// peers ignore unknown keys.
 pub const HALF_CLOSE_HEADER: &str = "culvert-half-close";

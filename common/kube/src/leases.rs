@@ -21,6 +21,12 @@ use std::time::Duration;
 use k8s_openapi::api::coordination::v1::Lease;
 use kube::{Api, Client};
 
+/// Namespace of the leases if no flag sets it, in servers and agents, as upstream.
+pub const DEFAULT_NAMESPACE: &str = "kube-system";
+
+/// Label of the leases if no flag sets it: servers write it, and agents select by it, as upstream.
+pub const DEFAULT_LABEL: &str = "k8s-app=konnectivity-server";
+
 /// Duration written into the leases of servers, and assumed for a lease without a valid duration.
 pub const DURATION: Duration = Duration::from_secs(30);
 

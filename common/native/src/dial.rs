@@ -10,6 +10,7 @@ use http::uri::Authority;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri};
 use tokio::io::AsyncRead;
 
+use super::hello::add_lines;
 use super::{ADDRESS_HEADER, ERROR_HEADER, NETWORK_HEADER, decode, encode};
 
 /// Largest head of a dial or of its answer, in bytes. Heads are shorter than 1 KiB, except for long error texts.
@@ -144,13 +145,7 @@ pub fn parse_response(head: &[u8]) -> Result<Response<()>, MalformedHead> {
 
 fn text(start: String, headers: &HeaderMap) -> Bytes {
     let mut head = start.into_bytes();
-    for (name, value) in headers {
-        head.extend_from_slice(name.as_str().as_bytes());
-        head.extend_from_slice(b": ");
-        head.extend_from_slice(value.as_bytes());
-        head.extend_from_slice(b"\r\n");
-    }
-    head.extend_from_slice(b"\r\n");
+    add_lines(&mut head, headers);
     head.into()
 }
 

@@ -66,16 +66,16 @@ const OPENER_ERROR_RESETS: usize = 4096;
 /// keeps the informational responses (1xx) in these bytes, up to 5 MiB, until its task discards them.
 const OPENER_READ_QUOTA: usize = 64 * 1024;
 
-/// Client end of an HTTP/2 connection, which opens streams; used by the server for a native agent connection, and by
-/// the agent for a packet stream.
+/// Client end of an HTTP/2 connection, which opens streams; used by the server for a native agent connection, by the agent
+/// for a packet stream, and by the node tunnel.
 pub struct Opener<S, B: Buf = Chunk> {
     connection: client::Connection<CountingReader<S>, B>,
     tuner: Tuner,
     quota: Option<ReadQuota>,
 }
 
-/// Server end of an HTTP/2 connection, which accepts streams; used by the agent for a native agent connection, and by
-/// the server for the packet streams of agents and of clients.
+/// Server end of an HTTP/2 connection, which accepts streams; used by the agent for a native agent connection, by the server
+/// for the packet streams of agents and of clients, and by the front door.
 pub struct Taker<S, B: Buf = Chunk> {
     connection: server::Connection<CountingReader<S>, B>,
     tuner: Tuner,

@@ -36,7 +36,7 @@ pub use self::hello::{
 };
 pub use self::io::ResumableIo;
 pub use self::process::Process;
-pub use self::session::{Attached, Base, Positions, Session, State};
+pub use self::session::{AWAY_PATIENCE, Attached, Base, Positions, Session, State};
 pub use self::stream::MaybeResumable;
 
 /// Largest number of bytes that an end keeps for the peer until the peer has acknowledged them. A link carries at most

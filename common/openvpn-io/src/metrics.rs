@@ -54,7 +54,7 @@ pub struct TrafficMetrics {
     dropped: Family<DropReason, Counter>,
 }
 
-/// Counters of one session and its flows. They only grow.
+/// Counters and gauges of one session and its flows.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Counters {
     /// Counters of the session.

@@ -107,7 +107,8 @@ close_reasons! {
         /// be slowed down for one connection, so the connection exceeded its budget for too long, or by more than
         /// the pool had room for.
         BufferExceeded = 8, "buffer_exceeded";
-        /// One direction had ended, and nothing moved in the other direction for [`HALF_OPEN_IDLE`].
+        /// One direction had ended, and nothing moved in the other direction for [`HALF_OPEN_IDLE`], or for the longer time
+        /// that front door and node tunnel allow.
         HalfOpenIdle = 9, "half_open_idle";
         /// A peer broke the rules of its protocol.
         ProtocolError = 10, "protocol_error";

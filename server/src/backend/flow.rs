@@ -4,47 +4,33 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use bytes::Bytes;
-use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_openvpn::flows::Closed;
 use culvert_openvpn_io::stream::{Broken, FlowSink, FlowSource, Stream};
 use culvert_stream::{CloseReason, Sink};
-use tokio::time::Instant;
 
 use super::dial::next_serial;
-use crate::metrics::ServerMetrics;
+use crate::metrics::{OpenConnection, ServerMetrics};
 
 /// Bytes to the endpoint.
 pub struct ToClient {
     sink: FlowSink,
     peer: Arc<str>,
     id: i64,
-    _life: Life,
-}
-
-/// Counters of an open connection.
-struct Life {
-    _open: GaugeGuard,
-    opened: Instant,
-    metrics: Arc<ServerMetrics>,
+    _counted: OpenConnection,
 }
 
 /// Splits an open flow into the halves of a connection. `peer` is the client's name.
 pub(crate) fn open(
     stream: Stream,
     peer: Arc<str>,
-    metrics: Arc<ServerMetrics>,
+    metrics: &Arc<ServerMetrics>,
 ) -> (FlowSource, ToClient) {
-    let life = Life {
-        _open: GaugeGuard::new(&metrics.established_connections),
-        opened: Instant::now(),
-        metrics,
-    };
     let (source, sink) = stream.halves(reason);
     let sink = ToClient {
         sink,
         peer,
         id: i64::try_from(next_serial()).unwrap_or(i64::MAX),
-        _life: life,
+        _counted: OpenConnection::new(metrics),
     };
     (source, sink)
 }
@@ -91,12 +77,5 @@ impl Sink for ToClient {
 
     async fn finish(&mut self) -> Result<(), CloseReason> {
         self.sink.finish().await
-    }
-}
-
-impl Drop for Life {
-    fn drop(&mut self) {
-        let lasted = self.opened.elapsed().as_secs_f64();
-        self.metrics.connection_duration.record(lasted);
     }
 }

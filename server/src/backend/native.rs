@@ -56,10 +56,6 @@ const RENEW_AFTER: u64 = 1 << 29;
 /// Pause between two looks at an agent that is away.
 const AWAY_CHECK: Duration = Duration::from_millis(100);
 
-/// Time for which dials wait for an agent that is away. Most links resume within a second; an agent that takes longer may
-/// have crashed.
-const AWAY_PATIENCE: Duration = Duration::from_secs(5);
-
 /// The rest of an agent's connection, after the introduction. Boxed, so that the memory of the introduction is freed.
 pub(crate) type Serving = Pin<Box<dyn Future<Output = ()> + Send>>;
 
@@ -309,8 +305,8 @@ impl NativeAgent {
 
     /// Returns true if the agent has been away for so long that dials no longer wait for it.
     pub fn is_gone(&self) -> bool {
-        let away = self.session.as_ref().and_then(|session| session.away_for());
-        away.is_some_and(|away| away >= AWAY_PATIENCE) && self.second_link().is_none()
+        let session = self.session.as_ref();
+        session.is_some_and(|session| session.is_gone()) && self.second_link().is_none()
     }
 
     /// Resolves once the agent is suspect: it sends nothing, not even an answer to a PING, or is away.

@@ -331,7 +331,7 @@ impl Openvpn {
     }
 
     fn connection(&self, stream: Stream, way: &Way) -> Connection {
-        flow::open(stream, way.name.clone(), self.metrics.clone()).into()
+        flow::open(stream, way.name.clone(), &self.metrics).into()
     }
 
     /// Converts the error into the Go wording that the agents of the Konnectivity tunnel use.

@@ -6,7 +6,10 @@ use std::sync::Arc;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_konnectivity::grpc::{Reader, Service};
 use culvert_konnectivity::identifiers::Identifiers;
-use culvert_konnectivity::message::HALF_CLOSE_HEADER;
+use culvert_konnectivity::message::{
+    AGENT_ID_HEADER, AGENT_IDENTIFIERS_HEADER, HALF_CLOSE_HEADER, SERVER_COUNT_HEADER,
+    SERVER_ID_HEADER,
+};
 use culvert_konnectivity::metrics::Segment;
 use culvert_kube::tokens::Tokens;
 use culvert_native::resume::Process;
@@ -96,8 +99,8 @@ impl Service for Agents {
         let metadata = response.metadata_mut();
         let server_id = MetadataValue::try_from(&self.server_id)
             .map_err(|_| Status::unknown("the server id is not a valid header value"))?;
-        metadata.insert("serverid", server_id);
-        metadata.insert("servercount", self.announced.borrow().servers.into());
+        metadata.insert(SERVER_ID_HEADER, server_id);
+        metadata.insert(SERVER_COUNT_HEADER, self.announced.borrow().servers.into());
         if half_close {
             metadata.insert(HALF_CLOSE_HEADER, MetadataValue::from_static("1"));
         }
@@ -277,7 +280,7 @@ impl Hello {
             let all = metadata.get_all(key).iter();
             all.filter_map(|value| value.to_str().ok()).collect()
         };
-        let ids = values("agentid");
+        let ids = values(AGENT_ID_HEADER);
         let [agent_id] = ids.as_slice() else {
             return Err(format!(
                 "expected one agent ID in the context, got [{}]",
@@ -290,7 +293,7 @@ impl Hello {
                 agent_id.len()
             ));
         }
-        let sets = values("agentidentifiers");
+        let sets = values(AGENT_IDENTIFIERS_HEADER);
         if sets.len() > 1 {
             return Err(format!(
                 "expected at most one set of agent identifiers in the context, got [{}]",

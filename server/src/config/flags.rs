@@ -8,6 +8,7 @@ use clap::{Args, Parser};
 use culvert_host::flags::values::go_int;
 use culvert_host::flags::{Exit, GoDuration, KlogFlags, Parsed, Problems, StringSlice, parse};
 use culvert_host::net::congestion::LinkCongestion;
+use culvert_kube::leases;
 
 use super::openvpn::OpenvpnFlags;
 use super::{Config, PROGRAM};
@@ -336,10 +337,6 @@ pub(super) struct AuthFlags {
 pub(super) const DRAIN_LINGER: Duration = Duration::from_secs(5);
 /// Default of `--kube-api-content-type`.
 pub(super) const CONTENT_TYPE: &str = "application/vnd.kubernetes.protobuf";
-/// Default of `--lease-namespace`.
-pub(super) const LEASE_NAMESPACE: &str = "kube-system";
-/// Default of `--lease-label`.
-pub(super) const LEASE_LABEL: &str = "k8s-app=konnectivity-server";
 
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Kubernetes API")]
@@ -366,11 +363,11 @@ pub(super) struct KubernetesFlags {
     pub(super) enable_lease_controller: bool,
 
     /// Namespace of the leases
-    #[arg(long, value_name = "NAMESPACE", default_value = LEASE_NAMESPACE)]
+    #[arg(long, value_name = "NAMESPACE", default_value = leases::DEFAULT_NAMESPACE)]
     pub(super) lease_namespace: String,
 
     /// Labels of the leases: key=value, comma-separated
-    #[arg(long, value_name = "LABELS", default_value = LEASE_LABEL)]
+    #[arg(long, value_name = "LABELS", default_value = leases::DEFAULT_LABEL)]
     pub(super) lease_label: String,
 }
 

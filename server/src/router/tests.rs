@@ -119,7 +119,7 @@ impl Memory {
                 let peer = self.peer.get_or_init(|| flows(self.ends.clone()));
                 let stream = peer.dial(TARGET).await.unwrap();
                 let metrics = self.metrics.clone();
-                Ok(flow::open(stream, "memory".into(), metrics).into())
+                Ok(flow::open(stream, "memory".into(), &metrics).into())
             }
             Answer::Refuse => Err(StreamDialError::Refused("connection refused".into()).into()),
             Answer::NotCarry => Err(DialError::Uncarried("IPv4 only".into())),

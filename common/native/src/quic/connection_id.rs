@@ -21,9 +21,6 @@ pub const RANDOM_BYTES: usize = 3;
 /// Length of a tag, in bytes.
 const TAG_BYTES: usize = 4;
 
-/// Bit of the first byte of a packet; set in long headers (RFC 8999, 5.1), which carry the length of their ids.
-const LONG_HEADER: u8 = 0x80;
-
 /// Mark of the server's address in its connection ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Tag([u8; TAG_BYTES]);
@@ -59,17 +56,6 @@ impl Tag {
         let digest = context.finish();
         // Cannot fail: the digest has 32 bytes.
         Self(digest.as_ref().first_chunk().copied().unwrap_or_default())
-    }
-
-    /// Returns the tag in the destination id of a packet with a short header (RFC 9000, 17.3.1). `None` if the
-    /// packet has a long header, or is too short for a connection id.
-    pub fn of_short_header(packet: &[u8]) -> Option<Self> {
-        let (&first, id) = packet.split_first()?;
-        if first & LONG_HEADER != 0 {
-            return None;
-        }
-        let id = id.get(..CONNECTION_ID_BYTES)?;
-        ConnectionId::parse(id).map(|id| id.tag)
     }
 }
 
@@ -131,20 +117,5 @@ mod tests {
         for wrong in [&bytes[..7], &[0; 9], &[]] {
             assert_eq!(ConnectionId::parse(wrong), None);
         }
-    }
-
-    #[test]
-    fn tag_is_found_behind_the_first_byte_of_a_short_header() {
-        let id = ConnectionId {
-            tag: tag("10.0.0.1:6443"),
-            shard: 0,
-            random: [9; 3],
-        };
-        let packet = [&[0x40][..], &id.to_bytes(), &[7; 20]].concat();
-        assert_eq!(Tag::of_short_header(&packet), Some(id.tag));
-        let long = [&[0xc0][..], &packet[1..]].concat();
-        assert_eq!(Tag::of_short_header(&long), None);
-        assert_eq!(Tag::of_short_header(&packet[..8]), None);
-        assert_eq!(Tag::of_short_header(&[]), None);
     }
 }

@@ -14,6 +14,10 @@ use tokio::time::Instant;
 
 use super::farewell::Farewell;
 
+/// Time after which a peer that is away counts as disconnected, at both ends. Most links resume within a second; a peer that
+/// takes longer may have crashed. A shorter time would make readiness flap with each break.
+pub const AWAY_PATIENCE: Duration = Duration::from_secs(5);
+
 /// State of a resumable link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
@@ -135,6 +139,11 @@ impl<T> Session<T> {
             return None;
         }
         self.broken.lock().map(|at| at.elapsed())
+    }
+
+    /// Returns true if the link broke [`AWAY_PATIENCE`] ago, or earlier, and has not resumed yet.
+    pub fn is_gone(&self) -> bool {
+        self.away_for().is_some_and(|away| away >= AWAY_PATIENCE)
     }
 
     /// Makes the link end as soon as it has no transport, for the given reason: the peer will not return. Returns false

@@ -15,13 +15,12 @@ use culvert_konnectivity::small_traffic::TrafficMeter;
 use culvert_stream::{CLOSE_STALL, CloseReason, PEER_STALL, Sink, Source};
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
-use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::{AgentStream, Limits};
 use crate::backend::dial::StreamDialError;
-use crate::metrics::ServiceMethod;
+use crate::metrics::{OpenConnection, ServiceMethod};
 
 /// Entry of a connection in the stream's table.
 pub(super) struct Slot {
@@ -85,7 +84,7 @@ pub struct ToAgent {
 pub(super) struct Guard {
     stream: Arc<AgentStream>,
     connection: ConnectId,
-    opened: Instant,
+    _counted: OpenConnection,
     /// Set when a close request was already sent to the agent.
     asked: bool,
 }
@@ -208,11 +207,10 @@ impl Drop for Pending<'_> {
 impl Guard {
     /// Creates the owner of a connection that is already in the stream's table.
     pub(super) fn new(stream: Arc<AgentStream>, connection: ConnectId) -> Self {
-        stream.metrics.established_connections.increment(1.0);
         Self {
+            _counted: OpenConnection::new(&stream.metrics),
             stream,
             connection,
-            opened: Instant::now(),
             asked: false,
         }
     }
@@ -220,11 +218,6 @@ impl Guard {
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        let metrics = &self.stream.metrics;
-        metrics.established_connections.decrement(1.0);
-        metrics
-            .connection_duration
-            .record(self.opened.elapsed().as_secs_f64());
         let message = self.stream.mux.lock().close(self.connection);
         if let Some(message) = message.filter(|_| !self.asked) {
             self.stream.send_now(message);

@@ -9,10 +9,9 @@ use culvert_konnectivity::metrics::Segment;
 use culvert_native::quic::halves::QuicSource;
 use culvert_native::quic::streams::StreamCut;
 use culvert_stream::{CloseReason, Sink, Source};
-use tokio::time::Instant;
 
 use super::{NativeAgent, RENEW_AFTER};
-use crate::metrics::ServerMetrics;
+use crate::metrics::{OpenConnection, ServerMetrics};
 
 /// Source of the endpoint's bytes.
 pub struct FromAgent<S> {
@@ -30,7 +29,7 @@ pub struct ToAgent<K> {
 /// Counts an open connection until dropped.
 struct Life {
     agent: Arc<NativeAgent>,
-    opened: Instant,
+    _counted: OpenConnection,
 }
 
 /// Counts a new connection of an agent, and returns its halves.
@@ -121,12 +120,11 @@ impl<K: Sink> Sink for ToAgent<K> {
 
 impl Life {
     fn begin(agent: &Arc<NativeAgent>) -> Self {
-        agent.metrics.established_connections.increment(1.0);
         agent.open.fetch_add(1, Ordering::Relaxed);
         agent.dialed.fetch_add(1, Ordering::Relaxed);
         Self {
             agent: agent.clone(),
-            opened: Instant::now(),
+            _counted: OpenConnection::new(&agent.metrics),
         }
     }
 }
@@ -134,9 +132,6 @@ impl Life {
 impl Drop for Life {
     fn drop(&mut self) {
         let agent = &self.agent;
-        agent.metrics.established_connections.decrement(1.0);
-        let lasted = self.opened.elapsed().as_secs_f64();
-        agent.metrics.connection_duration.record(lasted);
         let last = agent.open.fetch_sub(1, Ordering::Relaxed) == 1;
         if last && agent.dialed.load(Ordering::Relaxed) >= RENEW_AFTER {
             agent.abandon();

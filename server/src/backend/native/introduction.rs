@@ -1,5 +1,6 @@
 //! The introduction of a native agent: authentication, and the answer.
 
+use culvert_konnectivity::message::{SERVER_COUNT_HEADER, SERVER_ID_HEADER};
 use culvert_native::COUNT_PUSHED_HEADER;
 use culvert_native::hello::{self, HelloError};
 use culvert_native::resume::{self, Binding, Offer, Process, Ticket};
@@ -160,8 +161,8 @@ impl Agents {
         let mut answer = HeaderMap::new();
         let server_id = HeaderValue::try_from(&self.server_id)
             .map_err(|_| HelloError::Malformed("the server id is not a header value".into()))?;
-        answer.insert("serverid", server_id);
-        answer.insert("servercount", announced.servers.into());
+        answer.insert(SERVER_ID_HEADER, server_id);
+        answer.insert(SERVER_COUNT_HEADER, announced.servers.into());
         if announced.follows {
             answer.insert(COUNT_PUSHED_HEADER, HeaderValue::from_static("1"));
         }

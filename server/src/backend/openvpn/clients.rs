@@ -314,7 +314,7 @@ impl Clients {
         }
     }
 
-    /// Adds the forwarded and dropped packets since the last call to the metrics.
+    /// Adds the packets that were dropped since the last call to the metrics.
     pub(super) fn report(&self) {
         let mut state = self.state.lock();
         let stats = state.forward.stats();
