@@ -39,7 +39,7 @@ pub(super) async fn ask(
 
 /// Returns the metrics of our server.
 pub(super) async fn metrics(socket: &Path) -> anyhow::Result<Metrics> {
-    Metrics::parse(&ask(socket, "GET", "/metrics", "").await?)
+    Ok(Metrics::parse(&ask(socket, "GET", "/metrics", "").await?)?)
 }
 
 /// Returns the number of clients that our server counts.
