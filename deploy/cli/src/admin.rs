@@ -10,6 +10,7 @@ use bytes::Bytes;
 use culvert_host::net::dial::split_host_port;
 use culvert_host::tls::{self, Identity, TlsOptions, TrustBundle};
 use culvert_kit::client::BoxedStream;
+use culvert_kit::metrics::Metrics;
 use culvert_server::switch::status::{Request, STATUS_PATH, SWITCH_PATH, Status};
 use http::{Method, StatusCode};
 use http_body_util::{BodyExt as _, Full, Limited};
@@ -21,6 +22,9 @@ use tokio::time::{Instant, timeout_at};
 use tokio_rustls::{TlsConnector, rustls};
 
 use crate::stdout::printable;
+
+/// Path of the metrics (GET).
+const METRICS_PATH: &str = "/metrics";
 
 /// Longest accepted answer, in bytes; enough for a server with 100,000 agents.
 const MAX_ANSWER_BYTES: usize = 16 << 20;
@@ -97,6 +101,18 @@ impl Admin {
         let asked = self.ask(Method::GET, STATUS_PATH, Bytes::new(), limit);
         let (code, body) = asked.await.map_err(|failed| failed.why)?;
         understand(code, StatusCode::OK, &body)
+    }
+
+    /// Returns the server's metrics, at most `limit` later.
+    ///
+    /// # Errors
+    /// Fails if the server cannot be reached or the answer is not a metrics page.
+    pub(crate) async fn metrics(&self, limit: Duration) -> anyhow::Result<Metrics> {
+        let asked = self.ask(Method::GET, METRICS_PATH, Bytes::new(), limit);
+        let (code, body) = asked.await.map_err(|failed| failed.why)?;
+        let page = expect(code, StatusCode::OK, &body)?;
+        let metrics = Metrics::parse(&String::from_utf8_lossy(page));
+        metrics.context("the server's metrics cannot be read")
     }
 
     /// Requests a tunnel mode, and waits at most `limit` for the answer.
@@ -245,7 +261,8 @@ impl Admin {
         path.filter(|_| self.admin.is_none())
     }
 
-    fn name(&self) -> String {
+    /// Returns the path or the address of the admin pages.
+    pub(crate) fn name(&self) -> String {
         let path = self.socket();
         path.map(|path| path.display().to_string())
             .or_else(|| self.admin.clone())
@@ -270,10 +287,14 @@ fn rustls_error(error: &io::Error) -> Option<&rustls::Error> {
 }
 
 fn understand(code: StatusCode, expected: StatusCode, body: &[u8]) -> anyhow::Result<Status> {
+    serde_json::from_slice(expect(code, expected, body)?)
+        .context("the answer does not match this version: use the culvert of the server's version")
+}
+
+/// Returns the body of an answer with the expected status code.
+fn expect(code: StatusCode, expected: StatusCode, body: &[u8]) -> anyhow::Result<&[u8]> {
     if code == expected {
-        return serde_json::from_slice(body).context(
-            "the answer does not match this version: use the culvert of the server's version",
-        );
+        return Ok(body);
     }
     let text = String::from_utf8_lossy(body);
     match code {

@@ -146,6 +146,7 @@ fn describe(tunnel: &Tunnel, folder: &Path) {
         let program = std::env::current_exe().unwrap_or_else(|_| "culvert".into());
         let program = quoted(&program);
         say!("  {program} status --admin-uds {socket}\n");
+        say!("  {program} status --admin-uds {socket} --web    # a page for the browser\n");
         if tunnel.openvpn.is_some() {
             say!("  {program} switch --admin-uds {socket} --to openvpn --wait\n");
         }

@@ -9,7 +9,9 @@ macro_rules! say {
 
 mod admin;
 pub mod dev;
+mod facts;
 pub mod render;
 pub mod status;
 pub mod stdout;
 pub mod switch;
+mod web;

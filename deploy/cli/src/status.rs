@@ -2,11 +2,14 @@
 //! switch.
 
 use std::fmt::Write as _;
+use std::net::SocketAddr;
 
-use culvert_server::switch::status::{Progress, Status};
+use culvert_server::switch::status::Status;
 
 use crate::admin::{Admin, TIMEOUT};
+use crate::facts::facts;
 use crate::stdout::printable;
+use crate::web;
 
 /// Flags of `culvert status`.
 #[derive(clap::Args)]
@@ -17,6 +20,18 @@ pub struct Options {
     /// Print JSON.
     #[arg(long)]
     json: bool,
+
+    /// Show the status as a page in the browser, until Ctrl-C. Prints the URL of the page. The address must be a
+    /// loopback address, and port 0 is a free port.
+    #[arg(
+        long,
+        value_name = "IP:PORT",
+        num_args = 0..=1,
+        default_missing_value = "127.0.0.1:0",
+        value_parser = web::address,
+        conflicts_with = "json"
+    )]
+    web: Option<SocketAddr>,
 }
 
 /// Runs the command.
@@ -24,6 +39,9 @@ pub struct Options {
 /// # Errors
 /// Fails if the server does not answer the request.
 pub async fn run(options: &Options) -> anyhow::Result<()> {
+    if let Some(address) = options.web {
+        return web::run(&options.admin, address).await;
+    }
     let status = options.admin.status(TIMEOUT).await?;
     if options.json {
         say!("{}", serde_json::to_string_pretty(&status)?);
@@ -36,28 +54,10 @@ pub async fn run(options: &Options) -> anyhow::Result<()> {
 /// Formats the status as text for people.
 pub fn render(status: &Status) -> String {
     let mut text = String::new();
-    let dials: Vec<&str> = status.new_dials.iter().map(|kind| kind.as_str()).collect();
-    let mut line = |name: &str, value: String| {
+    let problems = status.problems.iter().map(|text| printable(text));
+    let problems = problems.map(|problem| ("problem", problem));
+    for (name, value) in facts(status).into_iter().chain(problems) {
         let _ = writeln!(text, "{name:<12}{value}");
-    };
-    if status.draining {
-        line("server", "draining: it stops soon".to_owned());
-    }
-    line(
-        "mode",
-        format!("{} (set by {})", status.mode, status.set_by.name()),
-    );
-    line("new dials", dials.join(", else "));
-    line("switch", progress(&status.switch));
-    if let Some(seconds) = status.last_switch_seconds {
-        line("last switch", format!("took {}", span(seconds)));
-    }
-    if let Some(congestion) = &status.link_congestion {
-        let congestion = printable(congestion);
-        line("agent links", format!("congestion control {congestion}"));
-    }
-    for problem in &status.problems {
-        line("problem", printable(problem));
     }
     let peers = status.tunnels.iter().flat_map(|tunnel| &tunnel.peers);
     // The peer chooses its own name, and an OpenVPN client the name of its program.
@@ -93,44 +93,10 @@ pub fn render(status: &Status) -> String {
     text
 }
 
-/// Describes the progress of a switch, for people.
-pub fn progress(progress: &Progress) -> String {
-    match progress {
-        Progress::Settled => "none in progress".to_owned(),
-        Progress::Waiting { tunnel, seconds } => format!(
-            "waiting for a healthy {} peer for {}",
-            tunnel.as_str(),
-            span(*seconds)
-        ),
-        Progress::Draining {
-            tunnel,
-            left,
-            seconds_left,
-            ..
-        } if *seconds_left > 0.0 => format!(
-            "draining {}: {left} left, closed in {}",
-            tunnel.as_str(),
-            span(*seconds_left)
-        ),
-        Progress::Draining { tunnel, left, .. } => format!(
-            "draining {}: {left} left, kept until the other tunnel has a healthy peer",
-            tunnel.as_str()
-        ),
-    }
-}
-
-/// Formats a time for people: in whole seconds, and below one second in tenths.
-fn span(seconds: f64) -> String {
-    if seconds < 1.0 {
-        return format!("{seconds:.1}s");
-    }
-    let whole = std::time::Duration::from_secs_f64(seconds.clamp(0.0, 1e9)).as_secs();
-    culvert_host::flags::GoDuration::from(std::time::Duration::from_secs(whole)).to_string()
-}
-
 #[cfg(test)]
 mod tests {
     use culvert_server::switch::SetBy;
+    use culvert_server::switch::status::Progress;
     use culvert_server::tunnel::{Health, Kind, Mode, Peer, TunnelStatus};
 
     use super::*;
@@ -221,25 +187,5 @@ openvpn                  healthy              3       1
         let columns = rows.map(|row| row.to_lowercase().find("health"));
         let columns: Vec<Option<usize>> = columns.collect();
         assert_eq!(columns, [Some(37); 4], "{text}");
-    }
-
-    #[test]
-    fn every_phase_of_a_switch_is_described() {
-        let waiting = Progress::Waiting {
-            tunnel: Kind::Openvpn,
-            seconds: 61.5,
-        };
-        assert_eq!(
-            progress(&waiting),
-            "waiting for a healthy openvpn peer for 1m1s"
-        );
-        let overdue = Progress::Draining {
-            tunnel: Kind::Openvpn,
-            seconds: 400.0,
-            left: 2,
-            seconds_left: 0.0,
-        };
-        assert!(progress(&overdue).ends_with("kept until the other tunnel has a healthy peer"));
-        assert_eq!(progress(&Progress::Settled), "none in progress");
     }
 }
