@@ -41,6 +41,7 @@ mod shared_ids;
 mod signals;
 mod small_frames;
 mod stalls;
+mod status_page;
 mod strangers;
 mod streams_of_servers;
 mod switching;
