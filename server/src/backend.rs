@@ -36,7 +36,7 @@ use crate::tunnel::{Health, Peer};
 
 /// An agent connection, by transport.
 #[derive(Clone)]
-pub enum Backend {
+pub enum AgentConnection {
     /// A packet stream shared by all connections: a stock agent.
     Packet(Arc<AgentStream>),
     /// A native connection with a stream for each dial: a Culvert agent.
@@ -50,9 +50,9 @@ struct Rank {
     draining: bool,
 }
 
-// === impl Backend ===
+// === impl AgentConnection ===
 
-impl Backend {
+impl AgentConnection {
     /// Returns the serial number of the agent connection, unique in this process.
     pub fn serial(&self) -> u64 {
         match self {

@@ -500,7 +500,7 @@ async fn connections_of_a_pod_are_limited() {
         calls.push(call.unwrap());
     }
     let refused = cluster.caller().await.call(&["Bearer renewed"]).await;
-    let text = "the agent already has 64 streams";
+    let text = "the agent already has 64 connections to this server";
     assert_eq!(refused.expect_err("a refusal").message(), text);
     let other = cluster.caller().await.call(&["Bearer other"]).await;
     calls.push(other.unwrap());

@@ -31,16 +31,16 @@ impl Konnectivity {
         })
     }
 
-    async fn try_streams(&self, dial: &Dial, deadline: Instant) -> Result<Connection, DialError> {
+    async fn try_agents(&self, dial: &Dial, deadline: Instant) -> Result<Connection, DialError> {
         // A retry stays in the scope of the first attempt: another scope may be another network.
         let scope = self.registry.scope(&dial.address);
         let scope = scope.ok_or(DialError::NoAgent)?;
         let mut attempts = Attempts::new(DialError::NoAgent);
         loop {
             let choose = |tried: &[u64]| self.registry.choose(&scope, tried);
-            let Chosen { stream, load } = attempts.next(choose, |chosen| chosen.stream.serial())?;
+            let Chosen { agent, load } = attempts.next(choose, |chosen| chosen.agent.serial())?;
             if let Some(error) = attempts.moved() {
-                let (from, to) = (error.peer(), stream.hello().agent_id.as_str());
+                let (from, to) = (error.peer(), agent.hello().agent_id.as_str());
                 info!(from, to, address = dial.address, %error, "dial moved to another agent");
             }
             let has_other =
@@ -51,8 +51,8 @@ impl Konnectivity {
             };
             let silent = async {
                 loop {
-                    stream.silent().await;
-                    if stream.is_gone() {
+                    agent.silent().await;
+                    if agent.is_gone() {
                         return StreamDialError::AgentLost;
                     }
                     if has_other() {
@@ -62,7 +62,7 @@ impl Konnectivity {
             };
             let outcome = tokio::select! {
                 biased;
-                outcome = stream.dial(dial, limit) => outcome,
+                outcome = agent.dial(dial, limit) => outcome,
                 error = silent => Err(error),
             };
             let error = match outcome {
@@ -72,7 +72,7 @@ impl Konnectivity {
             // With another agent, the limit is shorter, and this one may only be slow.
             let is_late = Instant::now() >= deadline;
             if error == StreamDialError::NotSent && self.dial_timeout.is_some() && is_late {
-                stream.abandon();
+                agent.abandon();
             }
             let again = match error {
                 StreamDialError::AgentLost
@@ -81,7 +81,7 @@ impl Konnectivity {
                 | StreamDialError::TimedOut => Instant::now() < deadline,
                 StreamDialError::Refused(_) | StreamDialError::Abandoned => false,
             };
-            let error = DialError::from(error).at(&stream.hello().agent_id);
+            let error = DialError::from(error).at(&agent.hello().agent_id);
             if !again {
                 return Err(error);
             }
@@ -96,7 +96,7 @@ impl Tunnel for Konnectivity {
     }
 
     fn dial<'a>(&'a self, dial: &'a Dial, deadline: Instant) -> Dialing<'a> {
-        Box::pin(self.try_streams(dial, deadline))
+        Box::pin(self.try_agents(dial, deadline))
     }
 
     fn peers(&self) -> Vec<Peer> {

@@ -42,7 +42,7 @@ use super::announced::Announcements;
 use super::resume::{AgentSession, AnyTransport};
 use super::second_link::{Offered, SecondLink};
 use super::service::Agents;
-use super::{Backend, Registration};
+use super::{AgentConnection, Registration};
 use crate::backend::dial::StreamDialError;
 use crate::listener::ListenerContext;
 use crate::metrics::{
@@ -208,7 +208,7 @@ impl Agents {
         let span = info_span!("agent", agent = agent.hello.agent_id, stream = agent.serial);
         let control = agent.clone().control(announcements);
         self.tasks.spawn(control.instrument(span.clone()));
-        let backend = Backend::Native(agent.clone());
+        let backend = AgentConnection::Native(agent.clone());
         let registration = span.in_scope(|| self.registry.register(backend, place));
         // The dials of the earlier process find the new agent.
         self.sessions.replace(&owner, serial);

@@ -23,9 +23,11 @@ use tracing::{info, warn};
 
 use self::group::{Conditions, Group};
 use self::places::Places;
-pub(crate) use self::places::{MAX_POD_STREAMS, MAX_STREAMS, NoPlace, Place, most_agents};
+pub(crate) use self::places::{
+    MAX_IDENTITY_CONNECTIONS, MAX_POD_CONNECTIONS, NoPlace, Place, most_agents,
+};
 use self::seats::Seats;
-use super::Backend;
+use super::AgentConnection;
 use super::load::{ClientSeat, Load, LoadGuard};
 use crate::metrics::{ServerMetrics, Strategy};
 use crate::tunnel::{Health, Peer};
@@ -63,7 +65,7 @@ struct Agents {
 
 /// An agent connection.
 struct Entry {
-    stream: Backend,
+    agent: AgentConnection,
     /// Shard that serves the agent connection.
     shard: Option<ShardId>,
     /// Number of dials and connections.
@@ -94,7 +96,7 @@ pub(crate) enum Scope {
 /// An agent connection that was chosen for a dial.
 pub(crate) struct Chosen {
     /// The agent connection.
-    pub stream: Backend,
+    pub agent: AgentConnection,
     /// Counts the dial, and later its connection, as load of the agent connection.
     pub load: LoadGuard,
 }
@@ -130,10 +132,10 @@ impl Registry {
 
     /// Adds an agent connection; dropping the registration removes the agent connection. The caller's span names the agent in
     /// the log.
-    pub(crate) fn register(self: &Arc<Self>, stream: Backend, place: Place) -> Registration {
-        let hello = stream.hello();
+    pub(crate) fn register(self: &Arc<Self>, agent: AgentConnection, place: Place) -> Registration {
+        let hello = agent.hello();
         info!(
-            native = matches!(stream, Backend::Native(_)),
+            native = matches!(agent, AgentConnection::Native(_)),
             "agent connected"
         );
         for network in &hello.identifiers.malformed {
@@ -143,7 +145,7 @@ impl Registry {
             );
         }
         let entry = Arc::new(Entry {
-            stream,
+            agent,
             shard: Shards::current(),
             load: Load::default(),
             place: Mutex::new(Some(place)),
@@ -173,7 +175,7 @@ impl Registry {
         agents
             .all
             .entries()
-            .map(|entry| entry.stream.peer())
+            .map(|entry| entry.agent.peer())
             .collect()
     }
 
@@ -206,7 +208,7 @@ impl Registry {
             limit: self.limits.connections,
         })?;
         Some(Chosen {
-            stream: entry.stream.clone(),
+            agent: entry.agent.clone(),
             load: entry.load.enter(),
         })
     }
@@ -218,8 +220,8 @@ impl Registry {
         let agents = self.agents.lock();
         agents.in_scope(scope).is_some_and(|group| {
             group.entries().any(|entry| {
-                let is_new = !tried.contains(&entry.stream.serial());
-                is_new && !entry.stream.is_suspect() && entry.load.get() < limit
+                let is_new = !tried.contains(&entry.agent.serial());
+                is_new && !entry.agent.is_suspect() && entry.load.get() < limit
             })
         })
     }
@@ -241,7 +243,7 @@ impl Registry {
 
 impl Agents {
     fn add(&mut self, entry: &Arc<Entry>) {
-        let identifiers = &entry.stream.hello().identifiers;
+        let identifiers = &entry.agent.hello().identifiers;
         self.all.add(entry.clone());
         if let Some(shard) = entry.shard {
             self.seats.add_agent(shard);
@@ -277,7 +279,7 @@ impl Agents {
         ] {
             group.remove(entry);
         }
-        let identifiers = &entry.stream.hello().identifiers;
+        let identifiers = &entry.agent.hello().identifiers;
         for host in &identifiers.hosts {
             remove_from(&mut self.by_host, host, entry);
         }
@@ -359,7 +361,7 @@ fn remove_from<K: std::hash::Hash + Eq>(groups: &mut HashMap<K, Group>, key: &K,
 
 impl Entry {
     fn counts_in(&self, strategy: Strategy) -> bool {
-        let identifiers = &self.stream.hello().identifiers;
+        let identifiers = &self.agent.hello().identifiers;
         match strategy {
             Strategy::Default => true,
             Strategy::DestHost => !identifiers.hosts.is_empty(),

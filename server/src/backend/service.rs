@@ -24,10 +24,10 @@ use tracing::{Instrument, info, info_span, warn};
 use super::agent::{AgentStream, Carrier, Hello, Limits, Outgoing};
 use super::announced::Announced;
 use super::identity::{AgentIdFrom, AgentPeer, AgentRefusal};
-use super::registry::{MAX_POD_STREAMS, MAX_STREAMS, NoPlace};
+use super::registry::{MAX_IDENTITY_CONNECTIONS, MAX_POD_CONNECTIONS, NoPlace};
 use super::resume::{Owner, Sessions};
 use super::second_link::SecondLinks;
-use super::{Backend, Place, Registration, Registry};
+use super::{AgentConnection, Place, Registration, Registry};
 use crate::listener::PeerConnection;
 use crate::listener::path_aware::LinkPath;
 use crate::metrics::{Listener, RejectReason, ServerMetrics, ServiceMethod};
@@ -109,7 +109,7 @@ impl Service for Agents {
             agent = stream.hello.agent_id,
             stream = stream.serial
         );
-        let backend = Backend::Packet(stream.clone());
+        let backend = AgentConnection::Packet(stream.clone());
         let registration = span.in_scope(|| self.registry.register(backend, place));
         let reader = read(
             request.into_inner(),
@@ -192,7 +192,11 @@ impl Agents {
         let is_pod = self.tokens.is_some()
             && self.id_from != Some(AgentIdFrom::Certificate)
             && !identity.is_empty();
-        let most = if is_pod { MAX_POD_STREAMS } else { MAX_STREAMS };
+        let most = if is_pod {
+            MAX_POD_CONNECTIONS
+        } else {
+            MAX_IDENTITY_CONNECTIONS
+        };
         self.registry.place(identity, most)
     }
 
@@ -342,7 +346,7 @@ mod tests {
     use super::*;
 
     const LIMITS: AgentLimits = AgentLimits {
-        agents: MAX_STREAMS + 2,
+        agents: MAX_IDENTITY_CONNECTIONS + 2,
         connections: usize::MAX,
     };
 
@@ -363,11 +367,14 @@ mod tests {
     async fn streams_of_an_identity_are_limited_until_one_ends() {
         let agents = agents(None);
         let mut places = Vec::new();
-        for _ in 0..MAX_STREAMS {
+        for _ in 0..MAX_IDENTITY_CONNECTIONS {
             places.push(admit(&agents, "a").await.unwrap());
         }
         let refused = admit(&agents, "a").await.err();
-        assert_eq!(refused, Some(NoPlace::Identity(MAX_STREAMS).into()));
+        assert_eq!(
+            refused,
+            Some(NoPlace::Identity(MAX_IDENTITY_CONNECTIONS).into())
+        );
         assert!(admit(&agents, "b").await.is_ok());
         places.pop();
         assert!(admit(&agents, "a").await.is_ok());
@@ -383,7 +390,7 @@ mod tests {
         let (limits, metrics) = (agents.limits.clone(), agents.metrics.clone());
         let (stream, _outgoing) =
             AgentStream::new(hello, limits, Carrier::default(), metrics.clone());
-        let backend = Backend::Packet(stream.clone());
+        let backend = AgentConnection::Packet(stream.clone());
         let registration = agents.registry.register(backend, place);
 
         let (near, far) = tokio::io::duplex(1 << 20);

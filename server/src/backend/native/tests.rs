@@ -222,7 +222,7 @@ async fn late_introduction_of_an_earlier_process_does_not_end_the_link_of_its_su
             .registry
             .choose(&Scope::All, &[other])
             .unwrap();
-        let Backend::Native(agent) = chosen.stream else {
+        let AgentConnection::Native(agent) = chosen.agent else {
             panic!("a packet stream");
         };
         assert_eq!(agent.serial, serial);

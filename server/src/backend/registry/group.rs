@@ -55,7 +55,7 @@ impl Group {
     }
 
     pub(super) fn add(&mut self, entry: Arc<Entry>) {
-        let id = &entry.stream.hello().agent_id;
+        let id = &entry.agent.hello().agent_id;
         let known = self.positions.get(id).copied();
         match known.and_then(|at| self.members.get_mut(at)) {
             Some(member) => member.entries.push(entry),
@@ -69,17 +69,17 @@ impl Group {
 
     /// Removes an entry, if present.
     pub(super) fn remove(&mut self, entry: &Entry) {
-        let id = &entry.stream.hello().agent_id;
+        let id = &entry.agent.hello().agent_id;
         let Some(at) = self.positions.get(id).copied() else {
             return;
         };
         let Some(member) = self.members.get_mut(at) else {
             return;
         };
-        let serial = entry.stream.serial();
+        let serial = entry.agent.serial();
         member
             .entries
-            .retain(|entry| entry.stream.serial() != serial);
+            .retain(|entry| entry.agent.serial() != serial);
         if !member.entries.is_empty() {
             return;
         }
@@ -90,7 +90,7 @@ impl Group {
             .get(at)
             .and_then(|member| member.entries.first());
         if let Some(moved) = moved {
-            let id = moved.stream.hello().agent_id.clone();
+            let id = moved.agent.hello().agent_id.clone();
             self.positions.insert(id, at);
         }
     }
@@ -103,7 +103,7 @@ impl Group {
         }
         let healthy = self
             .entries()
-            .filter(|entry| entry.stream.health() == Health::Healthy);
+            .filter(|entry| entry.agent.health() == Health::Healthy);
         let shards: Vec<ShardId> = healthy.filter_map(|entry| entry.shard).collect();
         (!shards.is_empty()).then_some(shards)
     }
@@ -114,14 +114,14 @@ impl Group {
 
     /// Returns true if an agent may take dials: agents that are gone may return, but no dial waits for them.
     pub(super) fn has_agent(&self) -> bool {
-        self.entries().any(|entry| !entry.stream.is_gone())
+        self.entries().any(|entry| !entry.agent.is_gone())
     }
 
     /// Returns the health of the best agent.
     pub(super) fn health(&self) -> Health {
         let mut best = Health::Absent;
         for entry in self.entries() {
-            best = best.max(entry.stream.health());
+            best = best.max(entry.agent.health());
             if best == Health::Healthy {
                 break;
             }
@@ -188,11 +188,11 @@ impl Member {
         let Conditions { tried, limit, .. } = *conditions;
         let entries = self.entries.iter();
         let usable = entries.filter(|entry| {
-            let is_new = !tried.contains(&entry.stream.serial());
-            is_new && entry.load.get() < limit && !entry.stream.is_gone()
+            let is_new = !tried.contains(&entry.agent.serial());
+            is_new && entry.load.get() < limit && !entry.agent.is_gone()
         });
         usable
-            .map(|entry| (entry.stream.rank(), entry))
+            .map(|entry| (entry.agent.rank(), entry))
             .min_by_key(|(rank, _)| *rank)
     }
 }

@@ -7,9 +7,9 @@ use tracing::warn;
 
 use super::Registry;
 
-/// Largest number of streams of one identity. More than agents in the largest cluster, because agents may share a
+/// Largest number of agent connections of one identity. More than agents in the largest cluster, because agents may share a
 /// certificate.
-pub(crate) const MAX_STREAMS: usize = 8192;
+pub(crate) const MAX_IDENTITY_CONNECTIONS: usize = 8192;
 
 #[derive(Default)]
 pub(super) struct Places {
@@ -18,9 +18,9 @@ pub(super) struct Places {
     total: usize,
 }
 
-/// Largest number of streams of one pod, whose token is its identity. An agent has one stream, and more for a short time after
-/// its link broke or while it looks for servers.
-pub(crate) const MAX_POD_STREAMS: usize = 64;
+/// Largest number of agent connections of one pod, whose token is its identity. An agent has one, and more for a short time
+/// after its link broke or while it looks for servers.
+pub(crate) const MAX_POD_CONNECTIONS: usize = 64;
 
 /// Memory of an agent connection without dials, in bytes: 42 KiB were measured (docs/performance.md).
 const CONNECTION_BYTES: u64 = 48 * 1024;
@@ -33,19 +33,19 @@ pub(crate) fn most_agents(flag: Option<usize>, memory: Option<u64>) -> usize {
     flag.min(fitting)
 }
 
-/// Place of an agent's stream among the streams of its identity. Dropping the value frees the place.
+/// Place of an agent connection among those with the same identity. Dropping the value frees the place.
 pub(crate) struct Place {
     registry: Arc<Registry>,
     identity: Arc<str>,
 }
 
-/// Reason why a stream gets no place.
+/// Reason why an agent connection gets no place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum NoPlace {
-    /// The identity has too many streams.
-    #[error("the agent already has {0} streams")]
+    /// The identity has too many agent connections.
+    #[error("the agent already has {0} connections to this server")]
     Identity(usize),
-    /// The server has too many streams.
+    /// The server has too many agent connections.
     #[error(
         "the server already has {0} agent connections; see its memory limit and its flag --max-agents"
     )]
@@ -55,11 +55,11 @@ pub(crate) enum NoPlace {
 // === impl Registry ===
 
 impl Registry {
-    /// Takes a place for a stream of an identity with at most `most` streams. If no place is free, ends an agent connection that
+    /// Takes a place for an agent connection of an identity with at most `most` of them. If no place is free, ends one that
     /// is away, and takes its place.
     ///
     /// # Errors
-    /// Fails if the identity or the server has too many streams.
+    /// Fails if the identity or the server has too many agent connections.
     pub(crate) fn place(
         self: &Arc<Self>,
         identity: Arc<str>,
@@ -83,19 +83,19 @@ impl Registry {
     fn displace(&self, is_candidate: impl Fn(&Place) -> bool) -> bool {
         let agents = self.agents.lock();
         let away = agents.all.entries().filter(|entry| {
-            entry.stream.is_unreachable() && entry.place.lock().as_ref().is_some_and(&is_candidate)
+            entry.agent.is_unreachable() && entry.place.lock().as_ref().is_some_and(&is_candidate)
         });
-        let oldest = away.min_by_key(|entry| entry.stream.serial()).cloned();
+        let oldest = away.min_by_key(|entry| entry.agent.serial()).cloned();
         drop(agents);
         let Some(entry) = oldest else {
             return false;
         };
         warn!(
-            agent = entry.stream.hello().agent_id,
-            stream = entry.stream.serial(),
+            agent = entry.agent.hello().agent_id,
+            stream = entry.agent.serial(),
             "the agent is away, and a new agent needs its place: its link does not resume; see --max-agents and the memory limit"
         );
-        entry.stream.abandon();
+        entry.agent.abandon();
         let place = entry.place.lock().take();
         place.is_some()
     }

@@ -46,10 +46,13 @@ impl World {
         };
         let metrics = self.registry.metrics.clone();
         let (stream, _) = AgentStream::new(hello, limits, Carrier::default(), metrics);
-        let place = self.registry.place(id.into(), MAX_STREAMS).unwrap();
+        let place = self
+            .registry
+            .place(id.into(), MAX_IDENTITY_CONNECTIONS)
+            .unwrap();
         let registration = self
             .registry
-            .register(Backend::Packet(stream.clone()), place);
+            .register(AgentConnection::Packet(stream.clone()), place);
         self.agents.push((registration, stream.clone()));
         stream
     }
@@ -85,7 +88,7 @@ impl World {
 }
 
 fn id_of(chosen: Chosen) -> String {
-    chosen.stream.hello().agent_id.clone()
+    chosen.agent.hello().agent_id.clone()
 }
 
 #[test]
@@ -207,12 +210,12 @@ fn agent_with_the_fewest_connections_gets_the_dial() {
         }
         let mut counts = HashMap::<_, usize>::new();
         for chosen in &open {
-            *counts.entry(&chosen.stream.hello().agent_id).or_default() += 1;
+            *counts.entry(&chosen.agent.hello().agent_id).or_default() += 1;
         }
         assert!(counts.values().all(|count| *count == round), "{counts:?}");
     }
     // An agent that has lost its connections gets the next dials.
-    open.retain(|chosen| chosen.stream.hello().agent_id != "b");
+    open.retain(|chosen| chosen.agent.hello().agent_id != "b");
     assert_eq!(world.dial("x:1").as_deref(), Some("b"));
 }
 
@@ -257,9 +260,9 @@ fn oldest_connection_of_an_agent_is_used() {
     let mut world = World::new(&[Strategy::Default]);
     let first = world.connect("a", "");
     world.connect("a", "");
-    assert_eq!(world.chosen("x:1").unwrap().stream.serial(), first.serial);
+    assert_eq!(world.chosen("x:1").unwrap().agent.serial(), first.serial);
     world.agents.remove(0);
-    assert_ne!(world.chosen("x:1").unwrap().stream.serial(), first.serial);
+    assert_ne!(world.chosen("x:1").unwrap().agent.serial(), first.serial);
 }
 
 #[test]

@@ -32,7 +32,7 @@ use crate::backend::native::NativeAgent;
 use crate::backend::registry::{AgentLimits, Scope};
 use crate::backend::second_link::SecondLinks;
 use crate::backend::service::Agents;
-use crate::backend::{Backend, DialError, Tunnel as _};
+use crate::backend::{AgentConnection, DialError, Tunnel as _};
 use crate::listener::ListenerContext;
 use crate::metrics::Listener;
 
@@ -246,8 +246,10 @@ impl Server {
         let mut tried = Vec::new();
         loop {
             let chosen = self.agents.registry.choose(&Scope::All, &tried)?;
-            match chosen.stream {
-                Backend::Native(agent) if agent.hello.agent_id == agent_id => return Some(agent),
+            match chosen.agent {
+                AgentConnection::Native(agent) if agent.hello.agent_id == agent_id => {
+                    return Some(agent);
+                }
                 other => tried.push(other.serial()),
             }
         }
