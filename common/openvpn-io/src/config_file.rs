@@ -295,8 +295,15 @@ fn network(directive: &Directive, index: usize) -> Result<Ipv4Net, String> {
 
 /// Parses a protocol such as `udp`, `tcp4` or `tcp-client`. `role` is the suffix of this role.
 fn proto(word: &str, role: &str) -> Result<Transport, String> {
-    let plain = word.trim_end_matches(['4', '6']);
-    match plain {
+    // The family is at the end, as in `tcp4`, or before the role, as in `tcp4-client`.
+    let plain = match word
+        .strip_prefix("tcp")
+        .and_then(|rest| rest.strip_prefix(['4', '6']))
+    {
+        Some(rest) => format!("tcp{rest}"),
+        None => word.strip_suffix(['4', '6']).unwrap_or(word).to_owned(),
+    };
+    match plain.as_str() {
         "udp" => Ok(Transport::Udp),
         "tcp" => Ok(Transport::Tcp),
         _ if plain.strip_prefix("tcp-") == Some(role) => Ok(Transport::Tcp),

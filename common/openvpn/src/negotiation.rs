@@ -161,7 +161,7 @@ impl Negotiation {
                 "the TLS handshake did not finish: the peer may refuse our certificate silently (its log says why), or larger packets may get lost"
             }
             (true, true, None) => {
-                "the peer sent no key-method message: the peer may refuse our certificate silently (its log says why)"
+                "the peer sent no key-method message: the peer may refuse our certificate silently (its log says why), or expect a user and a password"
             }
             (true, true, Some(_)) => "the peer did not acknowledge our key-method message",
         }

@@ -140,15 +140,17 @@ impl OpenvpnFlags {
     /// Returns the tunnel's settings, or `None` if the flags do not enable the tunnel. `kubeconfig` is the
     /// value of the flag with that name.
     pub(super) fn settings(&self, p: &mut Problems, kubeconfig: Option<&Path>) -> Option<Settings> {
-        let mut server = self.file(p).unwrap_or_default();
+        let read = self.file(p);
+        let is_known = read.is_some();
+        let mut server = read.unwrap_or_default();
         let listen = self.listen(p, &server);
         if listen.is_empty() {
-            p.require(*self == Self::default(), || {
+            p.require(*self == Self::default() || !is_known, || {
                 "the --openvpn flags need --openvpn-listen, such as --openvpn-listen=tcp::1194, or --openvpn-config".to_owned()
             });
             return None;
         }
-        self.keys(p, &mut server);
+        self.keys(p, &mut server, is_known);
         self.data_channel(p, &mut server);
         self.networks(p, &mut server);
         self.members(p, &mut server);
@@ -231,9 +233,10 @@ impl OpenvpnFlags {
         })
     }
 
+    /// Returns the content of the file; `None` if the file has errors.
     fn file(&self, p: &mut Problems) -> Option<Server> {
         if self.openvpn_config.is_empty() {
-            return None;
+            return Some(Server::default());
         }
         let path = PathBuf::from(&self.openvpn_config);
         let text = match fs::read_to_string(&path) {
@@ -287,7 +290,8 @@ impl OpenvpnFlags {
         listen
     }
 
-    fn keys(&self, p: &mut Problems, server: &mut Server) {
+    /// `is_known` is false if the file has errors, and may name the key material.
+    fn keys(&self, p: &mut Problems, server: &mut Server, is_known: bool) {
         let file = |path: Option<PathBuf>| path.map(Material::File);
         let ca = file(p.file("OpenVPN CA", &self.openvpn_ca));
         let pair = p.key_pair("openvpn", &self.openvpn_cert, &self.openvpn_key);
@@ -298,7 +302,8 @@ impl OpenvpnFlags {
         }
         common.ca = ca.or(common.ca.take());
         let given = !self.openvpn_cert.is_empty() || !self.openvpn_key.is_empty();
-        p.require(common.ca.is_some() && (given || common.cert.is_some()), || {
+        let is_complete = common.ca.is_some() && (given || common.cert.is_some());
+        p.require(is_complete || !is_known, || {
             "--openvpn-ca, --openvpn-cert and --openvpn-key must be set: OpenVPN clients authenticate with certificates".to_owned()
         });
         let auth = file(p.file("OpenVPN tls-auth key", &self.openvpn_tls_auth));

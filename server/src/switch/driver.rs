@@ -232,13 +232,10 @@ impl Switcher {
 
 impl Shown {
     fn problems(&self) -> impl Iterator<Item = &String> {
-        let all = [
-            &self.state_problem,
-            &self.lost,
-            &self.unreadable,
-            &self.wrong,
-        ];
-        all.into_iter().flatten()
+        // Content that was read earlier does not count while the file cannot be read.
+        let wrong = self.wrong.as_ref().filter(|_| self.unreadable.is_none());
+        let others = [&self.state_problem, &self.lost, &self.unreadable];
+        others.into_iter().flatten().chain(wrong)
     }
 
     fn set_unreadable(&mut self, why: String) {

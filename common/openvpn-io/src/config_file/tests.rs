@@ -118,7 +118,6 @@ fn blocks_ports_and_protocols_are_combined() {
         <ca>\n-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n </ca>\ncert [inline]\n<cert>\nC\n</cert>\n<key>\nK\n</key>\n\
         tls-auth ta.key\nkey-direction 1\nauth SHA256\ncd /etc/vpn\nauth-user-pass up.txt\ntls-version-min 1.3 or-highest\n\
         verify-x509-name server name-prefix\n";
-    let text = text.replace("tcp4-client", "tcp4");
     let Client {
         common,
         remotes,
@@ -127,7 +126,7 @@ fn blocks_ports_and_protocols_are_combined() {
         connect_timeout,
         credentials,
         ..
-    } = client_of(&text).config;
+    } = client_of(text).config;
     let shown: Vec<_> = remotes.iter().map(ToString::to_string).collect();
     assert_eq!(shown, ["one:1300,tcp", "two:1200,tcp", "[::1]:1201,udp"]);
     assert!(random);
@@ -152,6 +151,33 @@ fn blocks_ports_and_protocols_are_combined() {
         common.name,
         Some(NameCheck::CommonNamePrefix("server".into()))
     );
+}
+
+#[test]
+fn protocol_may_have_a_family_and_the_own_role() {
+    for word in ["udp", "udp4", "udp6"] {
+        for role in ["client", "server"] {
+            assert_eq!(proto(word, role), Ok(Transport::Udp));
+        }
+    }
+    for family in ["", "4", "6"] {
+        assert_eq!(proto(&format!("tcp{family}"), "client"), Ok(Transport::Tcp));
+        let words = ["client", "server"].map(|role| format!("tcp{family}-{role}"));
+        assert_eq!(proto(&words[0], "client"), Ok(Transport::Tcp));
+        assert_eq!(proto(&words[1], "server"), Ok(Transport::Tcp));
+        assert!(
+            proto(&words[1], "client")
+                .unwrap_err()
+                .contains("other role")
+        );
+    }
+    for word in ["tcp5", "tcp46-client", "udp46", "tcp-", "tap"] {
+        assert!(
+            proto(word, "client")
+                .unwrap_err()
+                .contains("not a protocol")
+        );
+    }
 }
 
 #[test]

@@ -101,7 +101,10 @@ pub enum Ended {
         allowed: String,
     },
     /// Client role: the server refused the client.
-    #[error("the server refused us{}: {reason}", if *temporary { " for now" } else { "" })]
+    #[error("the server refused us{}: {}", if *temporary { " for now" } else { "" }, match reason.as_str() {
+        "" => "AUTH_FAILED without a reason; check user, password and certificate, and the server's log",
+        reason => reason,
+    })]
     AuthFailed {
         /// Text of the server; may be empty.
         reason: String,

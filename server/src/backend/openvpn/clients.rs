@@ -323,8 +323,8 @@ impl Clients {
         self.metrics.add_forward(&growth);
     }
 
-    /// Selects the client for a dial: by longest prefix, then healthy clients, then the newest. Skips the clients
-    /// in `tried`.
+    /// Selects the client for a dial: by longest prefix, as OpenVPN routes, then healthy clients, then the newest. Skips the
+    /// clients in `tried`.
     pub(super) fn way(&self, destination: Ipv4Addr, tried: &[PeerId]) -> Option<Way> {
         let state = self.state.lock();
         let best = state
@@ -405,7 +405,7 @@ impl Way {
                 if self.silence.suspect(&self.peer).await {
                     warn!(
                         client = %self.name,
-                        "the OpenVPN client does not answer; other clients get the dials until it does"
+                        "the OpenVPN client does not answer; clients with iroutes of the same length get the dials until it does"
                     );
                 }
             }

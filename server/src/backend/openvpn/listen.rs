@@ -104,7 +104,10 @@ impl Tcp {
             return None;
         };
         let Refused { peer, why } = match entered {
-            Ok(entered) => return Some(entered),
+            Ok((peer, candidate)) => {
+                let peer = SocketAddr::new(peer.ip().to_canonical(), peer.port());
+                return Some((peer, candidate));
+            }
             Err(refused) => refused,
         };
         match why {

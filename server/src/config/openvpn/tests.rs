@@ -206,6 +206,10 @@ fn config_file_is_sufficient_and_flags_override_it() {
         refused.iter().any(|e| e.contains("bad.conf:3")),
         "{refused:?}"
     );
+    let wrong = text.replace("ping 7", "ping soon");
+    std::fs::write(files.path("wrong.conf"), wrong).unwrap();
+    let refused = errors(&files, &["--openvpn-config=@wrong.conf"]);
+    assert_eq!(refused.len(), 1, "{refused:?}");
     let refused = errors(&files, &["--openvpn-config=@missing.conf"]);
     assert!(
         refused.iter().any(|e| e.contains("missing.conf")),

@@ -315,6 +315,7 @@ async fn mode_file_is_followed_through_links_and_a_wrong_file_changes_nothing() 
     shows(Mode::PreferKonnectivity, SetBy::Switch, "mode: ").await;
     std::fs::remove_file(folder.path().join("..data")).unwrap();
     shows(Mode::PreferKonnectivity, SetBy::Switch, "cannot read").await;
+    assert_eq!(running.switcher.status().problems.len(), 1);
     mount(folder.path(), "..4", "prefer-openvpn");
     shows(Mode::PreferOpenvpn, SetBy::File, "").await;
     running.end().await;
