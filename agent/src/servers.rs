@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use culvert_host::telemetry::log_once::LogOnce;
 use culvert_native::link::Taker;
@@ -64,6 +65,9 @@ enum Stream {
     Native(Arc<NativeServer>),
 }
 
+/// Time for which attempts reach only connected servers until the log mentions it. A new server is found earlier.
+const SHORTAGE: Duration = Duration::from_secs(60);
+
 /// The search for servers.
 pub(crate) struct Sync {
     servers: Arc<Servers>,
@@ -71,6 +75,15 @@ pub(crate) struct Sync {
     search: Search,
     count: Arc<ServerCount>,
     failures: LogOnce,
+    shortage: Shortage,
+}
+
+/// Notices that attempts reach only connected servers while servers are missing.
+#[derive(Default)]
+struct Shortage {
+    /// Time of the first such attempt; `None` if no server is missing.
+    since: Option<Instant>,
+    is_logged: bool,
 }
 
 // === impl Server ===
@@ -429,6 +442,7 @@ impl Sync {
             search: Search::new(policy, rand::random(), Instant::now()),
             count,
             failures: LogOnce::default(),
+            shortage: Shortage::default(),
         }
     }
 
@@ -463,13 +477,41 @@ impl Sync {
                     if is_over(outcome, view) {
                         self.failures.has_recovered();
                     }
-                    self.search.ended(Instant::now(), outcome, view);
+                    let now = Instant::now();
+                    if self.shortage.is_due(now, outcome, view) {
+                        warn!(
+                            connected = view.connected,
+                            expected = view.announced,
+                            "every attempt reaches a server that is connected already: check the number of servers, the load \
+                             balancer, and that each server has a --server-id of its own"
+                        );
+                    }
+                    self.search.ended(now, outcome, view);
                 }
                 () = wake => {}
                 () = servers.changes.notified() => {}
                 () = count.changed() => {}
             }
         }
+    }
+}
+
+// === impl Shortage ===
+
+impl Shortage {
+    /// Accounts for the end of an attempt. Returns true once, if servers have been missing for [`SHORTAGE`].
+    fn is_due(&mut self, now: Instant, outcome: Outcome, view: View) -> bool {
+        if outcome == Outcome::Added || view.connected >= view.announced {
+            *self = Self::default();
+            return false;
+        }
+        if outcome == Outcome::Failed {
+            return false;
+        }
+        let since = *self.since.get_or_insert(now);
+        let is_due = !self.is_logged && now.duration_since(since) >= SHORTAGE;
+        self.is_logged |= is_due;
+        is_due
     }
 }
 
