@@ -121,7 +121,7 @@ impl Absence {
         self.away.is_some()
     }
 
-    /// Follows the state of a link, and calls `changed` after each change of [`Absence::is_away`] and of [`Session::is_gone`]. Never
+    /// Follows the state of a link, and calls `changed` after each change of [`Absence::is_away`] and [`Session::is_gone`]. Never
     /// ends. Cancel safe.
     pub(crate) async fn follow<T>(&mut self, session: Option<&Session<T>>, changed: impl Fn()) {
         let Some(session) = session else {

@@ -1,8 +1,9 @@
 //! The connected servers, and the task that searches for more; see [`crate::search`].
 
+mod shortage;
+
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Duration;
 
 use culvert_host::telemetry::log_once::LogOnce;
 use culvert_native::link::Taker;
@@ -17,6 +18,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{Instrument, debug, info, info_span, warn};
 
+use self::shortage::Shortage;
 use crate::addresses::Via;
 use crate::agent::Agent;
 use crate::config::Config;
@@ -65,9 +67,6 @@ enum Stream {
     Native(Arc<NativeServer>),
 }
 
-/// Time for which attempts reach only connected servers until the log mentions it. A new server is found earlier.
-const SHORTAGE: Duration = Duration::from_secs(60);
-
 /// The search for servers.
 pub(crate) struct Sync {
     servers: Arc<Servers>,
@@ -76,14 +75,6 @@ pub(crate) struct Sync {
     count: Arc<ServerCount>,
     failures: LogOnce,
     shortage: Shortage,
-}
-
-/// Notices that attempts reach only connected servers while servers are missing.
-#[derive(Default)]
-struct Shortage {
-    /// Time of the first such attempt; `None` if no server is missing.
-    since: Option<Instant>,
-    is_logged: bool,
 }
 
 // === impl Server ===
@@ -493,25 +484,6 @@ impl Sync {
                 () = count.changed() => {}
             }
         }
-    }
-}
-
-// === impl Shortage ===
-
-impl Shortage {
-    /// Accounts for the end of an attempt. Returns true once, if servers have been missing for [`SHORTAGE`].
-    fn is_due(&mut self, now: Instant, outcome: Outcome, view: View) -> bool {
-        if outcome == Outcome::Added || view.connected >= view.announced {
-            *self = Self::default();
-            return false;
-        }
-        if outcome == Outcome::Failed {
-            return false;
-        }
-        let since = *self.since.get_or_insert(now);
-        let is_due = !self.is_logged && now.duration_since(since) >= SHORTAGE;
-        self.is_logged |= is_due;
-        is_due
     }
 }
 

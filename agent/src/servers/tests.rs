@@ -114,29 +114,6 @@ async fn cuts_of_servers_that_are_gone_are_forgotten() {
     assert_eq!(servers.cuts.lock().len(), 1);
 }
 
-#[tokio::test(start_paused = true)]
-async fn missing_servers_are_reported_once_if_all_attempts_reach_connected_servers() {
-    let view = |connected| View {
-        connected,
-        announced: 2,
-        follows: false,
-    };
-    let mut shortage = Shortage::default();
-    let mut after = async |seconds, outcome, connected| {
-        tokio::time::advance(Duration::from_secs(seconds)).await;
-        shortage.is_due(Instant::now(), outcome, view(connected))
-    };
-    assert!(!after(0, Outcome::Failed, 1).await);
-    assert!(!after(90, Outcome::Duplicate, 1).await);
-    assert!(!after(59, Outcome::Duplicate, 1).await);
-    assert!(after(1, Outcome::Duplicate, 1).await);
-    assert!(!after(90, Outcome::Duplicate, 1).await);
-    // The next shortage is another one.
-    assert!(!after(1, Outcome::Added, 2).await);
-    assert!(!after(1, Outcome::Duplicate, 1).await);
-    assert!(after(60, Outcome::Duplicate, 1).await);
-}
-
 #[test]
 fn answer_of_a_connected_server_ends_no_outage_of_another() {
     let view = |connected| View {

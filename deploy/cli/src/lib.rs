@@ -8,8 +8,8 @@ macro_rules! say {
 }
 
 mod admin;
+mod description;
 pub mod dev;
-mod facts;
 pub mod render;
 pub mod status;
 pub mod stdout;

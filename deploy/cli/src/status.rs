@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 use culvert_server::switch::status::Status;
 
 use crate::admin::{Admin, TIMEOUT};
-use crate::facts::facts;
+use crate::description::facts;
 use crate::stdout::printable;
 use crate::web;
 

@@ -11,7 +11,7 @@ use culvert_server::tunnel::Mode;
 use tokio::time::{Instant, sleep_until};
 
 use crate::admin::{Admin, TIMEOUT};
-use crate::facts::progress;
+use crate::description::progress;
 use crate::stdout::printable;
 
 /// Pause between two status requests while waiting.

@@ -1,10 +1,10 @@
 //! The verdict about a server: ok, or the reasons why the server is degraded.
 
 use culvert_server::switch::status::{Progress, Status};
-use culvert_server::tunnel::Health;
+use culvert_server::tunnel::{Health, TunnelStatus};
 
 use super::figures::{Figures, FileSet};
-use crate::facts::progress;
+use crate::description::progress;
 use crate::stdout::printable;
 
 /// Time before the expiry of a certificate from which the certificate is a reason, in seconds: 14 days, as in the alerts of
@@ -56,8 +56,7 @@ pub(super) fn reasons(status: &Status, figures: &Figures, now: f64) -> Vec<Strin
 }
 
 fn peers(status: &Status, reasons: &mut Vec<String>) {
-    let used =
-        |tunnel: &&culvert_server::tunnel::TunnelStatus| status.new_dials.contains(&tunnel.tunnel);
+    let used = |tunnel: &&TunnelStatus| status.new_dials.contains(&tunnel.tunnel);
     let mut healths = status
         .tunnels
         .iter()
@@ -113,7 +112,7 @@ pub(super) fn duration(seconds: f64) -> String {
 #[cfg(test)]
 mod tests {
     use culvert_server::switch::SetBy;
-    use culvert_server::tunnel::{Kind, Mode, Peer, TunnelStatus};
+    use culvert_server::tunnel::{Kind, Mode, Peer};
 
     use super::*;
 

@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use super::figures::{Counters, Counts, Figures, FileSet};
 use super::history::{self, Curve, History, with_label};
 use super::verdict::{Expiry, duration};
-use crate::facts::facts;
+use crate::description::facts;
 
 /// Maximum number of peers on the page. The peers of the worst health come first.
 const MAX_PEERS: usize = 500;
