@@ -252,11 +252,7 @@ async fn admin_listener_uses_renewed_certificates() {
     let dir = tempfile::tempdir().unwrap();
     let admin = Pki::create(dir.path()).unwrap();
     let new = later_pki(dir.path());
-    let flags = [
-        format!("--admin-cert={}", admin.server.cert.display()),
-        format!("--admin-key={}", admin.server.key.display()),
-        format!("--admin-ca-cert={}", admin.ca.display()),
-    ];
+    let flags = admin_flags(&admin);
     let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
     let topology = Topology::builder(Mode::Grpc, Transport::Uds)
         .servers(1)

@@ -204,12 +204,7 @@ async fn page_works_over_mutual_tls_with_a_forwarded_port() {
     let certificates = tempfile::tempdir().unwrap();
     let pki = culvert_kit::pki::Pki::create(certificates.path()).unwrap();
     let file = |path: &Path| path.display().to_string();
-    let (cert, key, ca) = (file(&pki.server.cert), file(&pki.server.key), file(&pki.ca));
-    let flags = [
-        format!("--admin-cert={cert}"),
-        format!("--admin-key={key}"),
-        format!("--admin-ca-cert={ca}"),
-    ];
+    let (flags, ca) = (admin_flags(&pki), file(&pki.ca));
     let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
     let topology = builder.server(Executable::Ours, &flags).start().await;
     let (cert, key) = (file(&pki.client.cert), file(&pki.client.key));

@@ -4,6 +4,7 @@ use std::future::Future;
 use std::time::Duration;
 
 use culvert_kit::client::{BoxedStream, ClientError};
+use culvert_kit::pki::Pki;
 use culvert_tests::metrics::Metrics;
 use culvert_tests::{Mode, Program, Topology, Transport, eventually};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -31,6 +32,15 @@ pub(crate) async fn timely<T>(what: &str, work: impl Future<Output = T>) -> T {
     timeout(LIMIT, work)
         .await
         .unwrap_or_else(|_| panic!("{what}: did not happen within {LIMIT:?}"))
+}
+
+/// Returns the flags of a server whose admin listener requires certificates of a PKI.
+pub(crate) fn admin_flags(pki: &Pki) -> [String; 3] {
+    [
+        format!("--admin-cert={}", pki.server.cert.display()),
+        format!("--admin-key={}", pki.server.key.display()),
+        format!("--admin-ca-cert={}", pki.ca.display()),
+    ]
 }
 
 /// Returns the full name of a server metric.

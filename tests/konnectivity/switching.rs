@@ -365,12 +365,7 @@ async fn remote_switch_requires_a_certificate_of_the_admin_ca() {
     let other = tempfile::tempdir().unwrap();
     let stranger = Pki::create_other(other.path()).unwrap();
     let file = |path: &Path| path.display().to_string();
-    let (cert, key, ca) = (file(&pki.server.cert), file(&pki.server.key), file(&pki.ca));
-    let flags = [
-        format!("--admin-cert={cert}"),
-        format!("--admin-key={key}"),
-        format!("--admin-ca-cert={ca}"),
-    ];
+    let (flags, ca) = (admin_flags(&pki), file(&pki.ca));
     let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
     let server = Switchable::start_in(folder, &flags).await;
     let address = server.topology.server_admin(0);
