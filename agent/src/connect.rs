@@ -33,7 +33,6 @@ use rustls_pki_types::ServerName;
 use tokio::net::TcpStream;
 use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout_at};
-use tokio_rustls::TlsConnector;
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tonic::Status;
 use tonic::metadata::MetadataMap;
@@ -276,19 +275,16 @@ impl Connector {
         tcp: TcpStream,
         deadline: Instant,
     ) -> Result<Tls, ConnectError> {
-        let connector = TlsConnector::from(self.tls.get());
-        let handshake = connector.connect(self.name.clone(), ReadAhead::new(tcp));
-        let mut tls = timeout_at(deadline, handshake)
+        let handshake = Tls::connect(self.tls.get(), self.name.clone(), ReadAhead::new(tcp));
+        timeout_at(deadline, handshake)
             .await
             .map_err(|_| ConnectError::TimedOut("waiting for the TLS handshake"))?
-            .map_err(|error| ConnectError::Tls(tls::explain(&error)))?;
-        tls.get_mut().1.set_buffer_limit(Some(tls::BUFFER_BYTES));
-        Ok(tls)
+            .map_err(|error| ConnectError::Tls(tls::explain(&error)))
     }
 
     /// Returns true if the TLS handshake chose the native transport.
     pub(crate) fn is_native(&self, tls: &Tls) -> bool {
-        tls.get_ref().1.alpn_protocol() == Some(native::ALPN)
+        tls.tls().alpn_protocol() == Some(native::ALPN)
     }
 
     /// Returns the configuration.
@@ -357,7 +353,7 @@ impl Connector {
         hello::add_connected(&mut headers, connected);
         let grace = self.config.resume_grace;
         let is_offered =
-            !grace.is_zero() && tls::export(tls.get_ref().1, resume::EXPORTER_LABEL).is_some();
+            !grace.is_zero() && tls::export(tls.tls(), resume::EXPORTER_LABEL).is_some();
         if is_offered {
             resume::add_offer(&mut headers);
             if let Some(process) = &self.process {
@@ -435,7 +431,7 @@ impl Connector {
         inbound: Arc<Inbound>,
         ended: CancellationToken,
     ) -> Result<(Requests<Piece>, oneshot::Receiver<String>), ConnectError> {
-        if tls.get_ref().1.alpn_protocol().is_none() {
+        if tls.tls().alpn_protocol().is_none() {
             return Err(ConnectError::Http(
                 "no ALPN protocol was negotiated; does the port belong to a Konnectivity server?"
                     .into(),

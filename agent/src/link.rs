@@ -7,6 +7,7 @@ use std::sync::Arc;
 use culvert_host::net::loss::Packets;
 use culvert_host::net::readahead::ReadAhead;
 use culvert_host::telemetry::metrics::GaugeGuard;
+use culvert_host::tls::ClientStream;
 use culvert_native::resume::{AWAY_PATIENCE, Session, State, Ticket};
 use metrics::Gauge;
 use parking_lot::Mutex;
@@ -14,12 +15,11 @@ use socket2::SockRef;
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tokio::time::sleep;
-use tokio_rustls::client::TlsStream;
 
 use crate::metrics::AgentMetrics;
 
 /// TLS connection that carries HTTP/2.
-pub(crate) type Tls = TlsStream<ReadAhead<TcpStream>>;
+pub(crate) type Tls = ClientStream<ReadAhead<TcpStream>>;
 
 /// Link to a server that may resume.
 pub(crate) struct ResumableLink {

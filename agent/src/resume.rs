@@ -251,7 +251,7 @@ async fn attempt(
     let socket = socket.and_then(|_| tcp.as_fd().try_clone_to_owned().ok());
     let answered = async {
         let mut tls = connector.handshake(tcp, deadline).await?;
-        let binding = tls::export(tls.get_ref().1, EXPORTER_LABEL);
+        let binding = tls::export(tls.tls(), EXPORTER_LABEL);
         let Some(binding) = binding.filter(|_| connector.is_native(&tls)) else {
             // Not a server that could have given the ticket.
             return Ok((tls, ResumeAnswer::Other));

@@ -18,6 +18,7 @@ use culvert_host::net::shares::{Share, Shares};
 use culvert_host::runtime::shards::{ShardId, Shards};
 use culvert_host::telemetry::log_once::LogOnce;
 use culvert_host::telemetry::metrics::GaugeGuard;
+use culvert_host::tls;
 use culvert_native::halves::Chunk;
 use culvert_native::link::{Opener, Requests};
 use culvert_native::window::{Inbound, Pings, WindowProfile};
@@ -343,6 +344,7 @@ impl<R: Reach> ConnectionPool<R> {
     ) -> Result<(Requests, Opener<R::Stream>), String> {
         let stream = self.reach.reach().await?;
         let refused = |why: String| {
+            let why = tls::explain_refusal(&why).unwrap_or(why);
             format!(
                 "the proxy ended the connection before HTTP/2 began ({why}): check the proxy's log; a proxy that \
                  requires TLS needs --proxy-ca, and --proxy-cert if it requires a certificate"

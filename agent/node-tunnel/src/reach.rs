@@ -7,12 +7,10 @@ use culvert_host::net::long_path;
 use culvert_host::net::proxy::{self, ProxyScheme};
 use culvert_host::net::readahead::ReadAhead;
 use culvert_host::tls::reload::{ClientFiles, ClientTls};
-use culvert_host::tls::{self, TlsError, TlsOptions};
+use culvert_host::tls::{self, ClientStream, TlsError, TlsOptions};
 use rustls_pki_types::ServerName;
 use tokio::net::TcpStream;
 use tokio::time::Instant;
-use tokio_rustls::TlsConnector;
-use tokio_rustls::client::TlsStream;
 use tokio_util::either::Either;
 
 use super::config::ProxyTls;
@@ -80,20 +78,18 @@ impl SeedProxy {
 }
 
 impl Reach for SeedProxy {
-    type Stream = Either<ReadAhead<TcpStream>, TlsStream<ReadAhead<TcpStream>>>;
+    type Stream = Either<ReadAhead<TcpStream>, ClientStream<ReadAhead<TcpStream>>>;
 
     async fn reach(&self) -> Result<Self::Stream, String> {
         let stream = ReadAhead::new(self.tcp().await?);
         let Some((tls, name)) = &self.tls else {
             return Ok(Either::Left(stream));
         };
-        let connector = TlsConnector::from(tls.get());
-        let handshake = connector.connect(name.clone(), stream).await;
-        let mut stream = handshake.map_err(|error| {
+        let connected = ClientStream::connect(tls.get(), name.clone(), stream).await;
+        let stream = connected.map_err(|error| {
             let why = tls::explain(&error);
             format!("TLS handshake failed: {why}; check --proxy-ca, --proxy-cert and --proxy-server-name")
         })?;
-        stream.get_mut().1.set_buffer_limit(Some(tls::BUFFER_BYTES));
         Ok(Either::Right(stream))
     }
 }

@@ -8,6 +8,7 @@
 //! the remedy.
 
 mod chain;
+mod client;
 mod expiry;
 mod explain;
 mod identity;
@@ -29,6 +30,7 @@ use rustls::{
 };
 
 use chain::BoundedChain;
+pub use client::ClientStream;
 pub use expiry::{
     earliest_crl_expiry_in_pem, earliest_expiry, earliest_expiry_in_pem, leaf_expiry_in_pem,
 };

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa,
@@ -11,6 +12,7 @@ use rustls::HandshakeKind;
 use rustls_pki_types::ServerName;
 use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
 use super::*;
@@ -406,6 +408,33 @@ async fn client_learns_after_its_handshake_that_its_certificate_was_refused() {
         assert!(advice.contains(expected), "{advice}");
     }
     assert_eq!(explain_refusal("unexpected end of file"), None);
+}
+
+#[tokio::test]
+async fn failed_write_reports_why_the_certificate_was_refused() {
+    let ca = Authority::new("ca");
+    let server = mutual_server(&ca, &ca.leaf("server").load());
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let stream = TcpStream::connect(listener.local_addr().unwrap()).await;
+    let accept = async {
+        let (stream, _) = listener.accept().await.unwrap();
+        TlsAcceptor::from(server).accept(stream).await.unwrap_err()
+    };
+    let name = ServerName::try_from("localhost").unwrap();
+    let connect = ClientStream::connect(client_of(&ca, None), name, stream.unwrap());
+    // The server has sent its alert, and has closed the connection.
+    let (connected, _) = tokio::join!(connect, accept);
+    let mut client = connected.unwrap();
+    let write = async {
+        loop {
+            if let Err(error) = client.write_all(b"?").await {
+                break error.to_string();
+            }
+        }
+    };
+    let error = tokio::time::timeout(Duration::from_secs(60), write).await;
+    let advice = explain_refusal(&error.unwrap()).unwrap();
+    assert!(advice.contains("requires a client certificate"), "{advice}");
 }
 
 #[tokio::test]
