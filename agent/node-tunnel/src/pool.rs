@@ -61,6 +61,9 @@ const SHARE_FACTOR: u64 = 1;
 /// Pause between two checks for connections that accept no new streams. `h2` reports a GOAWAY only when asked.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
+/// Pause between two checks of a waiting client for a connection that has recovered.
+const WAITING_LOOK: Duration = Duration::from_millis(100);
+
 /// Time for unused connections to close at shutdown.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -197,8 +200,10 @@ impl<R: Reach> ConnectionPool<R> {
             if let Some(stream) = opened? {
                 return Ok(stream);
             }
-            // Cannot fail: `self` owns the sender.
-            let _ = dialed.changed().await;
+            // A silent connection may recover without a dial.
+            if timeout(WAITING_LOOK, dialed.changed()).await.is_err() {
+                continue;
+            }
             let failed = dialed.borrow_and_update().clone();
             if let Some(reason) = failed
                 && !std::mem::take(&mut may_fail)

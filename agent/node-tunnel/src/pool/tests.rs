@@ -408,6 +408,29 @@ async fn connections_that_recover_from_silence_are_used_again() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn waiting_client_uses_a_connection_that_recovers() {
+    let mut proxy = Proxy::start(1);
+    let _held = proxy.open().await.unwrap();
+    let mut first = proxy.next_connection().await;
+    let _in_first = first.next_stream().await;
+    sleep(DIAL_TAKES).await;
+    first.mute.notify_one();
+    let unanswered = proxy.open().await.unwrap();
+    unanswered.seat.is_silent().await;
+    proxy.script.refuses.store(true, Ordering::Relaxed);
+    let recovers = async {
+        // The pool has dialed in vain, and waits before its next dial.
+        while proxy.pool.dialed.borrow().is_none() {
+            sleep(Duration::from_millis(1)).await;
+        }
+        first.unmute.notify_one();
+    };
+    let (opened, ()) = tokio::join!(proxy.open(), recovers);
+    assert!(opened.is_ok(), "{:?}", opened.err());
+    assert_eq!(proxy.dials(), 2);
+}
+
+#[tokio::test(start_paused = true)]
 async fn failed_dial_fails_all_waiting_clients_and_is_retried() {
     let mut proxy = Proxy::start(1);
     proxy.script.refuses.store(true, Ordering::Relaxed);
