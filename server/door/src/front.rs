@@ -324,6 +324,7 @@ impl Front {
                     }
                     Err(error) => {
                         warn!(%peer, %error, "a connection could not continue on another thread");
+                        ended.reason = Some(CloseReason::EndpointLost);
                     }
                 }
             }
@@ -347,15 +348,19 @@ impl Front {
             let relay = self.relay(entrance, sides, &upstream.stats, false);
             return Ok(relay.run().await);
         }
-        // If the registration on the other thread fails, the dropped socket sends a reset. Otherwise the
-        // endpoint would mistake the bytes so far for the complete stream.
-        SockRef::from(&endpoint).set_linger(Some(Duration::ZERO))?;
+        // If the registration on the other thread fails, the dropped sockets send resets. Otherwise both sides would
+        // mistake the bytes so far for the complete stream.
+        for socket in [&client, &endpoint] {
+            SockRef::from(socket).set_linger(Some(Duration::ZERO))?;
+        }
         let (client, endpoint) = (client.into_std()?, endpoint.into_std()?);
         let front = self.clone();
         let rest = async move {
             let client = TcpStream::from_std(client)?;
             let endpoint = TcpStream::from_std(endpoint)?;
-            SockRef::from(&endpoint).set_linger(None)?;
+            for socket in [&client, &endpoint] {
+                SockRef::from(socket).set_linger(None)?;
+            }
             let sides = (&client, &endpoint);
             let relay = front.relay(entrance, sides, &upstream.stats, false);
             Ok(relay.run().await)
