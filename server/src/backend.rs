@@ -149,6 +149,7 @@ impl AgentConnection {
         Peer {
             name: self.hello().agent_id.clone(),
             kind: kind.to_owned(),
+            // Lists agents that are away, even if dials no longer wait for them.
             health: self.rank().health(),
             connections,
         }

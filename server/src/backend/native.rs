@@ -6,7 +6,7 @@ mod introduction;
 
 use std::future::poll_fn;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::task::Poll;
 use std::time::Duration;
@@ -35,7 +35,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::Code;
 use tracing::{Instrument, debug, info, info_span};
 
-pub(crate) use self::halves::{FromAgent, ToAgent, opened};
+pub(crate) use self::halves::{FromAgent, ToAgent, Use, opened};
 use self::introduction::{Introduced, IntroductionError, NewAgent};
 use super::agent::Hello;
 use super::announced::Announcements;
@@ -49,9 +49,9 @@ use crate::metrics::{
     DialFailureReason, RejectReason, ResumeOutcome, ServerMetrics, ServiceMethod,
 };
 
-/// Number of dials after which an agent connection is closed as soon as no connection is open. The agent
-/// then connects again, long before HTTP/2's stream numbers end at 2^31; every dial uses two.
-const RENEW_AFTER: u64 = 1 << 29;
+/// Stream number after which an agent connection is closed as soon as nothing uses it. The agent then connects
+/// again, long before HTTP/2's stream numbers end at 2^31; every dial uses two, also a failed one.
+const RENEW_AFTER: u32 = 1 << 30;
 
 /// Pause between two looks at an agent that is away.
 const AWAY_CHECK: Duration = Duration::from_millis(100);
@@ -71,8 +71,11 @@ pub struct NativeAgent {
     session: Option<Arc<AgentSession>>,
     draining: AtomicBool,
     suspicion: Suspicion,
-    dialed: AtomicU64,
+    /// Highest HTTP/2 stream number of a dial.
+    last_stream: AtomicU32,
     open: AtomicUsize,
+    /// Number of dials and open connections.
+    uses: AtomicUsize,
     retired: CancellationToken,
     /// The agent's second link, over QUIC. `None` if the server offers no QUIC.
     pub(super) second: Option<Arc<SecondLink>>,
@@ -196,8 +199,9 @@ impl Agents {
             session,
             draining: AtomicBool::new(false),
             suspicion: Suspicion::none(),
-            dialed: AtomicU64::new(0),
+            last_stream: AtomicU32::new(0),
             open: AtomicUsize::new(0),
+            uses: AtomicUsize::new(0),
             retired: second
                 .as_ref()
                 .map(|s| s.retired.clone())
@@ -384,6 +388,7 @@ impl NativeAgent {
             StreamDialError::AgentLost
         };
         let request = message::request(dial);
+        let _use = Use::begin(self);
         let _pending = GaugeGuard::new(&self.metrics.pending_backend_dials);
         let requests = timeout_at(deadline, self.requests.clone().ready());
         let mut requests = requests
@@ -393,6 +398,7 @@ impl NativeAgent {
         let (response, send) = requests.send_request(request, false).map_err(lost)?;
         self.count_request(counted);
         let stream_id = send.stream_id().as_u32();
+        self.last_stream.fetch_max(stream_id, Ordering::Relaxed);
         let answer = timeout_at(deadline, response).await;
         let answer = answer.map_err(|_| StreamDialError::TimedOut)?;
         let answer = answer.map_err(|error| match error.is_reset() {

@@ -16,7 +16,7 @@ use tracing::debug;
 
 use super::Connection;
 use super::dial::StreamDialError;
-use super::native::{NativeAgent, opened};
+use super::native::{NativeAgent, Use, opened};
 use crate::metrics::{DialFailureReason, QuicDial};
 
 /// Opens a connection to an endpoint of an agent. A dial moves from a link that does not answer to the other link: no
@@ -56,6 +56,7 @@ async fn over_quic(
     counted: &OnceLock<()>,
 ) -> Option<Result<Connection, StreamDialError>> {
     let count = |outcome| agent.metrics.quic_dials.get(outcome).increment(1);
+    let _use = Use::begin(agent);
     let _pending = GaugeGuard::new(&agent.metrics.pending_backend_dials);
     agent.count_request(counted);
     let error = match link.dial(dial).await {

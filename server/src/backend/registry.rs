@@ -171,12 +171,16 @@ impl Registry {
 
     /// Returns the agent connections for the status output.
     pub(crate) fn peers(&self) -> Vec<Peer> {
-        let agents = self.agents.lock();
-        agents
-            .all
-            .entries()
-            .map(|entry| entry.agent.peer())
-            .collect()
+        // Every dial takes the lock, so the texts are made without it.
+        let agents: Vec<_> = {
+            let agents = self.agents.lock();
+            agents
+                .all
+                .entries()
+                .map(|entry| entry.agent.clone())
+                .collect()
+        };
+        agents.iter().map(AgentConnection::peer).collect()
     }
 
     /// Returns a seat for a new client on a shard that serves agents. Few agents count only if they are healthy; of many

@@ -184,10 +184,10 @@ impl Switcher {
 
     /// Returns the status of the tunnels and of the switch.
     pub(crate) fn status(&self) -> Status {
+        let tunnels = self.router.tunnels();
         let shown = self.shown.lock();
         let route = self.router.route();
         let target = shown.mode.tunnel();
-        let tunnels = self.router.tunnels();
         let since = |since: Instant| since.elapsed().as_secs_f64();
         let switch = match shown.phase {
             Phase::Settled => Progress::Settled,

@@ -29,8 +29,12 @@ pub struct ToAgent<K> {
 /// Counts an open connection until dropped.
 struct Life {
     agent: Arc<NativeAgent>,
+    _use: Use,
     _counted: OpenConnection,
 }
+
+/// Counts a dial or a connection until dropped. The drop of the last `Use` closes an agent connection beyond [`RENEW_AFTER`].
+pub(crate) struct Use(Arc<NativeAgent>);
 
 /// Counts a new connection of an agent, and returns its halves.
 pub(crate) fn opened<S, K>(
@@ -121,9 +125,9 @@ impl<K: Sink> Sink for ToAgent<K> {
 impl Life {
     fn begin(agent: &Arc<NativeAgent>) -> Self {
         agent.open.fetch_add(1, Ordering::Relaxed);
-        agent.dialed.fetch_add(1, Ordering::Relaxed);
         Self {
             agent: agent.clone(),
+            _use: Use::begin(agent),
             _counted: OpenConnection::new(&agent.metrics),
         }
     }
@@ -131,9 +135,24 @@ impl Life {
 
 impl Drop for Life {
     fn drop(&mut self) {
-        let agent = &self.agent;
-        let last = agent.open.fetch_sub(1, Ordering::Relaxed) == 1;
-        if last && agent.dialed.load(Ordering::Relaxed) >= RENEW_AFTER {
+        self.agent.open.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+// === impl Use ===
+
+impl Use {
+    pub(crate) fn begin(agent: &Arc<NativeAgent>) -> Self {
+        agent.uses.fetch_add(1, Ordering::Relaxed);
+        Self(agent.clone())
+    }
+}
+
+impl Drop for Use {
+    fn drop(&mut self) {
+        let agent = &self.0;
+        let is_last = agent.uses.fetch_sub(1, Ordering::Relaxed) == 1;
+        if is_last && agent.last_stream.load(Ordering::Relaxed) >= RENEW_AFTER {
             agent.abandon();
         }
     }

@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use culvert_native::link::{Taker, TakerLimits};
 use culvert_native::quic::SESSION_HEADER;
 use culvert_native::resume::Process;
 use http::HeaderMap;
@@ -187,6 +188,53 @@ async fn offer_of_quic_does_not_disturb_an_agent_that_does_not_know_quic() {
         () = talk => {}
         () = server.serve(near) => panic!("the connection ended"),
     }
+}
+
+#[tokio::test]
+async fn refused_dials_count_towards_the_end_of_the_stream_numbers() {
+    let server = Server::new();
+    let (near, mut far) = duplex(1 << 16);
+    far.write_all(OLD_HELLO).await.unwrap();
+    let agent = async {
+        let head = culvert_stream::head::read_head(&mut far, 4096).await;
+        head.unwrap();
+        let limits = TakerLimits::trusting();
+        let mut taker: Taker<_> = Taker::new(far, Arc::default(), limits).await.unwrap();
+        // The server closes the connection.
+        while let Ok(Some((_, mut answer))) = taker.next().await {
+            let refused = http::Response::builder().status(StatusCode::BAD_GATEWAY);
+            answer
+                .send_response(refused.body(()).unwrap(), true)
+                .unwrap();
+        }
+    };
+    let dials = async {
+        let agent = loop {
+            let chosen = server.agents.registry.choose(&Scope::All, &[]);
+            match chosen.map(|chosen| chosen.agent) {
+                Some(AgentConnection::Native(agent)) => break agent,
+                _ => tokio::task::yield_now().await,
+            }
+        };
+        let dial = async || {
+            let dial = Dial {
+                protocol: "tcp".into(),
+                address: "10.0.0.1:443".into(),
+            };
+            let deadline = Instant::now() + Duration::from_secs(60);
+            let dialed = agent.dial(&dial, deadline, &OnceLock::new()).await;
+            assert!(matches!(dialed.err(), Some(StreamDialError::Refused(_))));
+        };
+        dial().await;
+        let first = agent.last_stream.load(Ordering::Relaxed);
+        dial().await;
+        assert_eq!(agent.last_stream.load(Ordering::Relaxed), first + 2);
+        assert!(first > 0 && !agent.retired.is_cancelled());
+        agent.last_stream.store(RENEW_AFTER, Ordering::Relaxed);
+        dial().await;
+        assert!(agent.retired.is_cancelled());
+    };
+    tokio::join!(agent, dials, server.serve(near));
 }
 
 /// Introduces an agent that may resume, and returns its end of the connection after the preface of HTTP/2.
