@@ -7,7 +7,7 @@ use culvert_host::net::destinations::Destinations;
 use culvert_host::net::dial::{DialError, dial_permitted};
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_konnectivity::excess::OverflowBudget;
-use culvert_stream::CloseReason;
+use culvert_stream::{AGENT_DIAL_TIMEOUT, CloseReason};
 use tokio::net::TcpStream;
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -16,9 +16,6 @@ use tokio_util::task::TaskTracker;
 use tracing::{info, warn};
 
 use crate::metrics::AgentMetrics;
-
-/// Longest duration of a dial, as in the stock agent.
-const DIAL_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Shared state of an agent.
 pub(crate) struct Agent {
@@ -86,7 +83,7 @@ impl Agent {
     pub(crate) async fn dial(&self, protocol: &str, address: &str) -> Result<Dialed, DialError> {
         let started = Instant::now();
         // Boxed, because a dial needs more memory than the connection after it.
-        let dialed = dial_permitted(protocol, address, DIAL_TIMEOUT, &self.destinations);
+        let dialed = dial_permitted(protocol, address, AGENT_DIAL_TIMEOUT, &self.destinations);
         match Box::pin(dialed).await {
             Ok(socket) => {
                 let elapsed = started.elapsed().as_secs_f64();

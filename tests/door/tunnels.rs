@@ -288,11 +288,11 @@ async fn a_client_that_lost_its_endpoint_may_connect_again_at_once() {
 
 #[tokio::test]
 async fn an_idle_tunnel_is_closed_and_a_busy_one_is_not() {
-    let (door, _services) = start(&["--tunneling-stream-idle-timeout=1s"]).await;
+    let (door, _services) = start(&["--tunneling-stream-idle-timeout=3s"]).await;
     let client = Http2::connect(door.tunneling).await;
     let mut idle = client.open(RAW, b"echo\n").await.unwrap();
     let mut busy = client.open(RAW, b"echo\n").await.unwrap();
-    for _ in 0..30 {
+    for _ in 0..50 {
         busy.say(b"x");
         assert_eq!(busy.hear(1).await, b"x");
         tokio::time::sleep(Duration::from_millis(100)).await;

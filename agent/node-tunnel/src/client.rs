@@ -36,9 +36,9 @@ use super::pool::{ConnectionPool, PoolError, Reach, Seat, Stream};
 /// Longest wait for the proxy's answer to a request. The proxy tries several endpoints, for one second each.
 pub(crate) const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Longest time without movement in a half-open connection, after one direction has ended: the idle limit of a node's
+/// Longest time without movement in a half-closed connection, after one direction has ended: the idle limit of a node's
 /// Envoy. The proxy's limit is configurable and should decide.
-const HALF_OPEN_IDLE: Duration = Duration::from_secs(3600);
+const HALF_CLOSED_IDLE: Duration = Duration::from_secs(3600);
 
 /// Header of a 503 beyond a limit of connections, as in Envoy (`x-envoy-overloaded`).
 const OVERLOADED_HEADER: &str = "x-envoy-overloaded";
@@ -286,7 +286,7 @@ impl<R: Reach> ClientHandler<R> {
                 (&mut from_client, &mut to_client),
                 (&mut source, &mut sink),
                 [self.metrics.sent.clone(), self.metrics.received.clone()],
-                HALF_OPEN_IDLE,
+                HALF_CLOSED_IDLE,
                 cut,
             )
             .await;

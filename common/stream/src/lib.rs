@@ -27,6 +27,9 @@ pub const CLOSE_STALL: Duration = Duration::from_secs(30);
 /// stream. Long, because a stock peer stops reading while one of its connections is full.
 pub const PEER_STALL: Duration = Duration::from_secs(60);
 
+/// Longest duration of a dial at an agent, as in the stock agent.
+pub const AGENT_DIAL_TIMEOUT: Duration = Duration::from_secs(5);
+
 /// Longest time without movement in a half-open connection, after one direction has ended. TCP cannot
 /// distinguish a peer waiting for an answer from a dead peer; without a bound, connections to dead peers
 /// would stay forever. Longer than clients wait for an answer.

@@ -34,7 +34,7 @@ pub(crate) use self::outgoing::Outgoing;
 /// costs throughput on long paths; a larger value delays everything queued behind.
 pub(crate) const OUTGOING_BYTES: usize = 512 * 1024;
 
-/// Connection id that no agent assigns: agents count from 1.
+/// Connection id that no agent assigns: ids of agents are positive.
 const NO_CONNECTION: ConnectId = ConnectId(-1);
 
 /// Introduction that an agent sends when it connects.

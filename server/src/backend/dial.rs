@@ -4,11 +4,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use culvert_host::net::destinations::Denial;
-use culvert_stream::Dial;
+use culvert_stream::{AGENT_DIAL_TIMEOUT, Dial};
 
-/// Time for a peer to answer a dial if another peer could take the dial. Agents end a dial after 5 s; the
-/// rest is time on the network.
-pub(crate) const ANSWER_TIMEOUT: Duration = Duration::from_secs(7);
+/// Time for a peer to answer a dial if another peer could take the dial: the longest dial of an agent, and 2 s on the
+/// network.
+pub(crate) const ANSWER_TIMEOUT: Duration =
+    AGENT_DIAL_TIMEOUT.saturating_add(Duration::from_secs(2));
 
 /// Longest address or protocol of a dial, in bytes. `h2` ends a connection, with all its streams, at a head of more than
 /// four times the largest accepted head: 256 KiB at a native agent.

@@ -168,7 +168,7 @@ impl Client {
     }
 
     async fn carry(&mut self, frontend: &Frontend, dial: &Dial, connection: Box<Connection>) {
-        // The id is the server's own, because agents number the connections of every stream from 1.
+        // The id is the server's own, because two agents may use the same id.
         let id = frontend.next_connection();
         let reply = self.session.opened(ConnectId(id));
         self.tell(reply);

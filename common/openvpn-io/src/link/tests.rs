@@ -29,7 +29,7 @@ struct Echo {
     address: Ipv4Addr,
     peer: mpsc::UnboundedSender<Peer>,
     reports: u64,
-    rekeyed: bool,
+    rekeyed: CancellationToken,
 }
 
 impl Role for Echo {
@@ -55,7 +55,7 @@ impl Role for Echo {
                 let _ = self.peer.send(established.peer());
                 *streams = Some(established);
             }
-            Event::Rekeyed { .. } => self.rekeyed = true,
+            Event::Rekeyed { .. } => self.rekeyed.cancel(),
             _ => {}
         }
     }
@@ -84,6 +84,7 @@ struct Pair {
     server: Running,
     client: Running,
     peer: Peer,
+    rekeyed: CancellationToken,
     stop_server: CancellationToken,
     stop_client: CancellationToken,
 }
@@ -97,9 +98,10 @@ impl Pair {
             address,
             peer,
             reports: 0,
-            rekeyed: false,
+            rekeyed: CancellationToken::new(),
         };
         let (server_role, client_role) = (role(SERVER, give), role(CLIENT, keep));
+        let rekeyed = server_role.rekeyed.clone();
         let server = Session::server(Arc::new(server), 0, now());
         let client = Session::client(Arc::new(client), now());
         let (server, client) = match transport {
@@ -130,6 +132,7 @@ impl Pair {
             server: tokio::spawn(async move { server.run(&for_server).await }),
             client: tokio::spawn(async move { client.run(&for_client).await }),
             peer: timeout(PATIENCE, peers.recv()).await.unwrap().unwrap(),
+            rekeyed,
             stop_server,
             stop_client,
         }
@@ -185,7 +188,12 @@ async fn flows_work_over_both_transports_during_rekeys() {
         let pair = Pair::start(transport).await;
         pair.echo(0).await;
         pair.echo(3_000_001).await;
-        tokio::time::sleep(Duration::from_millis(1500)).await;
+        let until_rekeyed = async {
+            while !pair.rekeyed.is_cancelled() {
+                pair.echo(50_000).await;
+            }
+        };
+        timeout(PATIENCE, until_rekeyed).await.unwrap();
         let many = (0..20).map(|_| pair.echo(50_000));
         futures_util::future::join_all(many).await;
         // A flow ends shortly after its streams.
@@ -198,7 +206,7 @@ async fn flows_work_over_both_transports_during_rekeys() {
         pair.stop_server.cancel();
         let (server, end) = timeout(PATIENCE, pair.server).await.unwrap().unwrap();
         assert!(matches!(end, LinkEnd::Session(Ended::Closed)), "{end}");
-        assert!(server.rekeyed && server.reports > 1000);
+        assert!(server.reports > 1000);
         assert!(pair.peer.is_gone());
         let dialed = pair.peer.dial(TARGET).await;
         assert_eq!(dialed.err(), Some(Broken::TunnelLost));
@@ -241,7 +249,7 @@ async fn invalid_framing_ends_the_link() {
             address: SERVER,
             peer,
             reports: 0,
-            rekeyed: false,
+            rekeyed: CancellationToken::new(),
         };
         let session = Session::server(config.clone(), 0, now());
         let link = Link::tcp(near.unwrap().0, session, 1500, role);
@@ -295,7 +303,7 @@ async fn output_for_a_peer_that_never_reads_is_bounded() {
         address: SERVER,
         peer,
         reports: 0,
-        rekeyed: false,
+        rekeyed: CancellationToken::new(),
     };
     let session = Session::server(Arc::new(config), 0, now());
     let mut link = Link::tcp(near, session, 1500, role);
