@@ -75,7 +75,7 @@ pub(crate) enum Reached {
     /// A server has accepted the agent.
     New(Box<Connected>),
     /// A connected server has answered that it is connected already.
-    Connected {
+    AlreadyConnected {
         /// Id of the server.
         server_id: String,
         /// Announced number of servers.
@@ -361,15 +361,15 @@ impl Connector {
             }
         }
         let answer = hello::introduce(&mut tls, &headers).await?;
-        let is_connected = matches!(answer, Answer::Connected(_));
-        let (Answer::Accepted(answer) | Answer::Connected(answer)) = answer;
+        let is_connected = matches!(answer, Answer::AlreadyConnected(_));
+        let (Answer::Accepted(answer) | Answer::AlreadyConnected(answer)) = answer;
         let pushes_count = answer.contains_key(COUNT_PUSHED_HEADER);
         let offer = Offer::of(&answer);
         let ticket = resume::ticket(&answer).filter(|_| is_offered);
         let (server_id, server_count) =
             server_of(&MetadataMap::from_headers(answer)).map_err(ConnectError::Answer)?;
         if is_connected {
-            return Ok(Reached::Connected {
+            return Ok(Reached::AlreadyConnected {
                 server_id,
                 server_count,
                 pushes_count,

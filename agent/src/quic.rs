@@ -274,7 +274,7 @@ impl Probe {
         let mut both = tokio::io::join(&mut receive, &mut send);
         let answer = match hello::introduce(&mut both, &headers).await {
             Ok(Answer::Accepted(answer)) => MetadataMap::from_headers(answer),
-            Ok(Answer::Connected(_)) => {
+            Ok(Answer::AlreadyConnected(_)) => {
                 return Err("the server refused the link".to_owned().into());
             }
             // Only the server that TCP reaches has the session.

@@ -496,7 +496,7 @@ fn ended(
 ) -> Outcome {
     let outcome = match result {
         Ok(Reached::New(connected)) => servers.add(connector, *connected),
-        Ok(Reached::Connected {
+        Ok(Reached::AlreadyConnected {
             server_id,
             server_count,
             pushes_count,

@@ -56,7 +56,7 @@ struct Queued {
 }
 
 /// Sending half of a stream. [`NativeSink`] writes to this half; [`NativeSource`] watches it for a reset by
-/// the peer.
+/// the peer. One task must poll both halves of a stream: `h2` has one waker for room to send and for a reset.
 type Shared = Arc<Mutex<SendStream<Chunk>>>;
 
 /// Sink for bytes to the peer.

@@ -41,7 +41,7 @@ pub enum Answer {
     /// The server accepts the agent. HTTP/2 follows.
     Accepted(HeaderMap),
     /// The agent is already connected to the server. The connection ends.
-    Connected(HeaderMap),
+    AlreadyConnected(HeaderMap),
 }
 
 /// Reason why an introduction failed.
@@ -90,7 +90,7 @@ where
     let (code, headers) = exchange(stream, headers).await?;
     match code {
         Some(101) => return Ok(Answer::Accepted(headers)),
-        Some(409) => return Ok(Answer::Connected(headers)),
+        Some(409) => return Ok(Answer::AlreadyConnected(headers)),
         _ => {}
     }
     Err(HelloError::Refused(refusal_text(stream).await))
@@ -285,7 +285,7 @@ mod tests {
         };
         let (answer, listed) = tokio::join!(introduce(&mut agent, &says), serve);
         assert_eq!(listed, [true, true, false, false]);
-        let Answer::Connected(answer) = answer.unwrap() else {
+        let Answer::AlreadyConnected(answer) = answer.unwrap() else {
             panic!("accepted");
         };
         assert_eq!(answer["servercount"], "3");

@@ -107,7 +107,7 @@ impl Agents {
         };
         let new = match introduced {
             Ok(Ok(Introduced::New(new))) => *new,
-            Ok(Ok(Introduced::Connected)) => {
+            Ok(Ok(Introduced::AlreadyConnected)) => {
                 debug!(peer, "the agent is already connected");
                 return None;
             }
@@ -151,6 +151,18 @@ impl Agents {
             }
         };
         candidate.admit();
+        self.begin_native(context, stream, peer, new, serial).await
+    }
+
+    /// Starts HTTP/2 with a new agent, and registers the agent. Returns the rest of the connection.
+    async fn begin_native(
+        &self,
+        context: &Arc<ListenerContext>,
+        stream: AnyTransport,
+        peer: &str,
+        new: NewAgent,
+        serial: u64,
+    ) -> Option<Serving> {
         let inbound = Arc::new(Inbound::default());
         self.peer.path.follow(&inbound);
         let NewAgent {
@@ -162,7 +174,6 @@ impl Agents {
             offered,
         } = new;
         let second = offered.as_ref().map(Offered::link);
-        let stream: AnyTransport = stream;
         let (stream, guard) = match ticket {
             Some(ticket) => {
                 let owner = owner.clone();

@@ -22,7 +22,7 @@ pub(super) enum Introduced {
     /// The agent is accepted.
     New(Box<NewAgent>),
     /// The agent is already connected.
-    Connected,
+    AlreadyConnected,
     /// The connection continues a session; see [`Agents::confirm`] for the claim.
     Resumed(Resumption, Box<Claim>),
     /// The agent asked for a session that does not exist here.
@@ -90,7 +90,7 @@ impl Agents {
             let answer = self.answer(*self.announced.borrow())?;
             let answered = hello::already_connected(stream, &answer).await;
             answered.map_err(HelloError::Io)?;
-            return Ok(Introduced::Connected);
+            return Ok(Introduced::AlreadyConnected);
         }
         let identified = match self.authenticate(&metadata, &mut hello).await {
             Ok(identity) => {
