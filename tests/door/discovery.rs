@@ -236,7 +236,8 @@ async fn an_api_that_does_not_answer_is_reported_as_down() {
     api.clear_faults();
     api.cut();
     door.is_ready().await;
-    assert_eq!(up().await, 1.0);
+    // The watches must stay up for some time.
+    eventually("the source is up", LIMIT, async || up().await == 1.0).await;
 }
 
 #[tokio::test]
@@ -269,7 +270,10 @@ async fn the_last_routes_stay_in_force_while_the_api_is_gone() {
     api.clear_faults();
     comes_to_work(&client, "raw.cluster-b.svc.cluster.local:443").await;
     comes_to_be_gone(&client, RAW).await;
-    assert_eq!(door.readiness().await, (StatusCode::OK, "ok".to_owned()));
+    eventually("the front door reports no outage", LIMIT, async || {
+        door.readiness().await == (StatusCode::OK, "ok".to_owned())
+    })
+    .await;
 }
 
 #[tokio::test]

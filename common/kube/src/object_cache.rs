@@ -17,7 +17,7 @@ use kube::Api;
 use kube::runtime::watcher::{self, Event};
 use rand::Rng as _;
 use serde::de::DeserializeOwned;
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout};
 use tracing::{error, info, warn};
 
 use crate::client::{SILENCE, root};
@@ -59,6 +59,8 @@ pub struct ObjectCache<T> {
     synced: bool,
     /// Reasons of the current failure.
     failing: LogOnce,
+    /// True if the API no longer had the known version, since the last success of a watch.
+    is_outdated: bool,
     /// Set once the log has reported that objects were left out.
     overflowed: bool,
 }
@@ -69,7 +71,8 @@ type Key = (String, String);
 /// Returns the events of all objects of an API, from now on. After a failure the stream waits for a growing
 /// pause and starts again with a list. The stream does not resume from the last known version: such a watch
 /// would not prove that it works until an object changes, and could fail forever if a proxy misreports an
-/// expired version. Only a watch that an overloaded API refuses to start is repeated, twice.
+/// expired version. Only a watch that an overloaded API refuses to start is repeated, twice. After a failure, the next
+/// watch sends [`Event::InitDone`] a second time once it has stayed up.
 pub fn objects<K>(api: Api<K>) -> impl Stream<Item = Result<Event<K>, watcher::Error>> + use<K>
 where
     K: kube::Resource + Clone + fmt::Debug + DeserializeOwned + Send + 'static,
@@ -115,12 +118,19 @@ where
                 sleep(time).await;
                 events = begin();
             }
-            let mut event = events.next().await?;
-            while let Some(time) = pause.before_repeat(&event) {
-                sleep(time).await;
+            let event = loop {
+                let Ok(event) = timeout(pause.until_proof(), events.next()).await else {
+                    // The watch is up.
+                    pause.proof = None;
+                    return Some((Ok(Event::InitDone), ((events, pause), begin)));
+                };
+                let event = event?;
+                let Some(time) = pause.before_repeat(&event) else {
+                    break event;
+                };
                 // Without a new list, the stream continues from the last known version.
-                event = events.next().await?;
-            }
+                sleep(time).await;
+            };
             pause.note(&event);
             Some((event, ((events, pause), begin)))
         },
@@ -138,6 +148,8 @@ struct Pause {
     refused: u32,
     /// Number of refused watches that are repeated.
     repeats: u32,
+    /// Time for which a watch must stay up after a failure; `None` without a failure since the last success of a watch.
+    proof: Option<Duration>,
 }
 
 // === impl ObjectCache ===
@@ -152,6 +164,7 @@ impl<T: PartialEq> ObjectCache<T> {
             listing: None,
             synced: false,
             failing: LogOnce::default(),
+            is_outdated: false,
             overflowed: false,
         }
     }
@@ -205,14 +218,21 @@ impl<T: PartialEq> ObjectCache<T> {
         let event = match event {
             Ok(event) => event,
             Err(failed) => {
-                self.fail(&self.why(&failed));
+                self.fail(&failed);
                 return false;
             }
         };
-        // An incomplete list is not a success yet.
-        let has_succeeded = !matches!(event, Event::Init | Event::InitApply(_));
-        if has_succeeded && self.failing.has_recovered() {
-            info!("watching {} again", self.kind);
+        // A list proves little: an account may be allowed to list and not to watch.
+        let has_succeeded = match event {
+            Event::Init | Event::InitApply(_) => false,
+            Event::InitDone => self.listing.is_none(),
+            Event::Apply(_) | Event::Delete(_) => true,
+        };
+        if has_succeeded {
+            self.is_outdated = false;
+            if self.failing.has_recovered() {
+                info!("watching {} again", self.kind);
+            }
         }
         let key = |object: &K| (object.namespace().unwrap_or_default(), object.name_any());
         match event {
@@ -254,7 +274,9 @@ impl<T: PartialEq> ObjectCache<T> {
                 false
             }
             Event::InitDone => {
-                let listed = self.listing.take().unwrap_or_default();
+                let Some(listed) = self.listing.take() else {
+                    return false;
+                };
                 let before = std::mem::replace(&mut self.objects, listed);
                 let differs = |these: &HashMap<Key, T>, those: &HashMap<Key, T>| {
                     let mut these = these.iter();
@@ -285,8 +307,14 @@ impl<T: PartialEq> ObjectCache<T> {
         }
     }
 
-    fn fail(&mut self, why: &str) {
-        if self.failing.is_new(why) {
+    fn fail(&mut self, failed: &watcher::Error) {
+        let why = self.why(failed);
+        if self.is_up() && is_outdated(failed) && !std::mem::replace(&mut self.is_outdated, true) {
+            // A new list follows.
+            info!(reason = why, "listing {} again", self.kind);
+            return;
+        }
+        if self.failing.is_new(&why) {
             error!(
                 error = why,
                 "cannot watch {}; keeping the last known objects and retrying", self.kind
@@ -301,6 +329,19 @@ impl<T: PartialEq> ObjectCache<T> {
             self.overflowed = true;
         }
     }
+}
+
+/// Returns true if the API no longer has the version from which the watch should continue.
+fn is_outdated(failed: &watcher::Error) -> bool {
+    use watcher::Error::{WatchError, WatchFailed, WatchStartFailed};
+    let status = match failed {
+        WatchError(status) => status,
+        WatchStartFailed(kube::Error::Api(status)) | WatchFailed(kube::Error::Api(status)) => {
+            status
+        }
+        _ => return false,
+    };
+    status.code == 410
 }
 
 fn has_room<T>(objects: &HashMap<Key, T>, key: &Key, limit: usize) -> bool {
@@ -326,6 +367,12 @@ impl Pause {
         Some(pause.mul_f64(rand::rng().random_range(0.5..=1.0)))
     }
 
+    /// Returns the time after which a watch without events counts as up.
+    fn until_proof(&self) -> Duration {
+        let proof = self.proof.filter(|_| self.listed.is_some());
+        proof.unwrap_or(Duration::MAX)
+    }
+
     /// Plans the pause after a failure. A complete list does not shorten the pauses again, but a watch that
     /// stays up does: an account may be allowed to list and not to watch, and a proxy may break every watch
     /// soon after its start.
@@ -338,8 +385,14 @@ impl Pause {
                 self.listed = Some(Instant::now());
                 return;
             }
-            Ok(_) => return,
-            Err(_) => {}
+            Ok(Event::Init | Event::InitApply(_)) => return,
+            Ok(Event::Apply(_) | Event::Delete(_)) => {
+                self.proof = None;
+                return;
+            }
+            // The next watch may get no answer, too.
+            Err(failed) if root(failed) == "timed out" => self.proof = Some(SILENCE + WATCHED),
+            Err(_) => self.proof = Some(WATCHED),
         }
         let listed = self.listed.take();
         let has_lived = listed.is_some_and(|at| at.elapsed() > WATCHED);

@@ -24,9 +24,16 @@ fn label_of(node: Node) -> Option<String> {
     label.filter(|label| !label.is_empty())
 }
 
-fn refused() -> watcher::Error {
-    let status = Status::failure("no", "Forbidden").with_code(403);
+/// Returns the error of a list that the API refuses for this reason.
+fn refused(why: &str) -> watcher::Error {
+    let status = Status::failure(why, "").with_code(500);
     watcher::Error::InitialListFailed(kube::Error::Api(status.boxed()))
+}
+
+/// Returns the error of a watch that the API refuses.
+fn refused_watch(code: u16) -> watcher::Error {
+    let status = Status::failure("no", "r").with_code(code);
+    watcher::Error::WatchStartFailed(kube::Error::Api(status.boxed()))
 }
 
 fn known(cache: &ObjectCache<String>) -> Vec<&str> {
@@ -56,14 +63,14 @@ fn a_list_counts_once_it_is_complete_and_changes_follow() {
 fn alternating_reasons_are_logged_once_and_again_after_a_success() {
     let mut cache = ObjectCache::<String>::new("Nodes");
     for why in ["reset", "closed", "reset", "closed"] {
-        cache.fail(why);
+        cache.fail(&refused(why));
     }
-    assert_eq!(cache.failing.current(), Some("closed"));
-    assert!(!cache.failing.is_new("reset"));
+    assert_eq!(cache.failing.current(), Some("closed (500)"));
+    assert!(!cache.failing.is_new("reset (500)"));
     for reason in 0..100 {
-        cache.fail(&reason.to_string());
+        cache.fail(&refused(&reason.to_string()));
     }
-    assert_eq!(cache.failing.current(), Some("99"));
+    assert_eq!(cache.failing.current(), Some("99 (500)"));
     cache.take(Ok(Event::InitDone), label_of);
     assert!(cache.is_up());
 }
@@ -92,13 +99,51 @@ fn reason_of_a_refused_request_contains_the_remedy() {
 }
 
 #[test]
+fn list_is_no_success_while_watches_are_refused() {
+    let mut cache = ObjectCache::new("Nodes");
+    for _ in 0..3 {
+        cache.take(Ok(Event::Init), label_of);
+        cache.take(Ok(Event::<Node>::InitDone), label_of);
+        cache.take(Err(refused_watch(403)), label_of);
+        assert!(!cache.is_up());
+    }
+    cache.take(Ok(Event::Init), label_of);
+    cache.take(Ok(Event::InitApply(node("a", "1"))), label_of);
+    assert!(cache.take(Ok(Event::<Node>::InitDone), label_of) && !cache.is_up());
+    // The watch has stayed up.
+    assert!(!cache.take(Ok(Event::<Node>::InitDone), label_of) && cache.is_up());
+    assert_eq!(known(&cache), ["1"]);
+}
+
+#[test]
+fn version_that_the_api_no_longer_has_is_a_failure_only_if_the_next_watch_fails() {
+    let mut cache = ObjectCache::<String>::new("Nodes");
+    let list = |cache: &mut ObjectCache<String>| {
+        cache.take(Ok(Event::Init), label_of);
+        cache.take(Ok(Event::<Node>::InitDone), label_of);
+    };
+    for _ in 0..2 {
+        cache.take(Err(refused_watch(410)), label_of);
+        list(&mut cache);
+        assert!(cache.is_up());
+        // The watch has stayed up.
+        cache.take(Ok(Event::<Node>::InitDone), label_of);
+    }
+    let status = Status::failure("too old", "Expired").with_code(410);
+    cache.take(Err(refused_watch(410)), label_of);
+    list(&mut cache);
+    cache.take(Err(watcher::Error::WatchError(status.boxed())), label_of);
+    assert!(!cache.is_up());
+}
+
+#[test]
 fn known_objects_stay_while_lists_fail() {
     let mut cache = ObjectCache::new("Nodes");
     cache.take(Ok(Event::Init), label_of);
     cache.take(Ok(Event::InitApply(node("a", "1"))), label_of);
     cache.take(Ok(Event::InitDone), label_of);
     for _ in 0..3 {
-        assert!(!cache.take(Err(refused()), label_of));
+        assert!(!cache.take(Err(refused("no")), label_of));
         // A retry has begun, but it is not a success yet.
         assert!(!cache.take(Ok(Event::<Node>::Init), label_of));
         assert!(!cache.is_up());
@@ -108,7 +153,8 @@ fn known_objects_stay_while_lists_fail() {
     }
     cache.take(Ok(Event::Init), label_of);
     cache.take(Ok(Event::InitApply(node("c", "3"))), label_of);
-    assert!(cache.take(Ok(Event::<Node>::InitDone), label_of) && cache.is_up());
+    assert!(cache.take(Ok(Event::<Node>::InitDone), label_of) && !cache.is_up());
+    assert!(!cache.take(Ok(Event::<Node>::InitDone), label_of) && cache.is_up());
     assert_eq!(known(&cache), ["3"]);
 }
 
@@ -170,7 +216,7 @@ async fn pauses_grow_until_a_watch_stays_up() {
     let [shortest, longest] = PAUSES;
     let mut expected = shortest;
     for _ in 0..10 {
-        let time = after(Err(refused())).unwrap();
+        let time = after(Err(refused("no"))).unwrap();
         assert!(time <= expected && time >= expected / 2, "{time:?}");
         assert_eq!(after(Ok(Event::Init)), None);
         assert_eq!(after(Ok(Event::InitDone)), None);
@@ -182,7 +228,7 @@ async fn pauses_grow_until_a_watch_stays_up() {
     // A watch that stayed up for a while resets the pauses: it may have failed because the API went away.
     assert_eq!(after(Ok(Event::InitDone)), None);
     tokio::time::advance(2 * WATCHED).await;
-    assert!(after(Err(refused())).unwrap() <= shortest);
+    assert!(after(Err(refused("no"))).unwrap() <= shortest);
 }
 
 /// Longer than any step of these tests.
@@ -216,6 +262,7 @@ impl ByHand {
                     Ok(Event::InitDone) => "listed",
                     Ok(_) => "node",
                     Err(error) if root(&error) == "timed out" => "silence",
+                    Err(watcher::Error::WatchStartFailed(_)) => "refused",
                     Err(error) => panic!("{error:?}"),
                 };
                 sender.send(told).unwrap();
@@ -251,6 +298,16 @@ impl ByHand {
         let head = format!("{HEAD}content-length: {length}\r\n\r\n{list}");
         stream.write_all(head.as_bytes()).await.unwrap();
         assert_eq!([self.event().await, self.event().await], ["list", "listed"]);
+    }
+
+    /// Refuses the next request, a watch.
+    async fn refuse_watch(&mut self, code: u16) {
+        let (line, mut stream) = self.asked().await;
+        assert!(line.contains("watch=true"), "{line}");
+        let status = format!(r#"{{"kind":"Status","status":"Failure","code":{code}}}"#);
+        let head = HEAD.replacen("200 OK", &format!("{code} Refused"), 1);
+        let answer = format!("{head}content-length: {}\r\n\r\n{status}", status.len());
+        stream.write_all(answer.as_bytes()).await.unwrap();
     }
 
     /// Begins to answer the next request, a watch with these parameters.
@@ -306,6 +363,19 @@ async fn silence_is_a_failure_and_leads_to_a_new_list() {
 }
 
 #[tokio::test]
+async fn watch_that_stays_up_after_a_failure_is_reported() {
+    let mut api = ByHand::start().await;
+    api.list().await;
+    api.refuse_watch(403).await;
+    assert_eq!(api.event().await, "refused");
+    api.list().await;
+    // This watch is repeated without a list.
+    api.refuse_watch(503).await;
+    let _silent = api.watch(&[]).await;
+    api.silent_until("listed").await;
+}
+
+#[tokio::test]
 async fn watch_refused_by_an_overloaded_api_is_repeated_without_a_new_list() {
     let mut api = ByHand::start().await;
     api.list().await;
@@ -328,12 +398,7 @@ async fn watch_refused_by_an_overloaded_api_is_repeated_without_a_new_list() {
 
 #[test]
 fn refused_watches_are_repeated_twice_since_the_last_event() {
-    let refused = |code| -> Result<Event<Node>, watcher::Error> {
-        let status = Status::failure("no", "r").with_code(code);
-        Err(watcher::Error::WatchStartFailed(kube::Error::Api(
-            status.boxed(),
-        )))
-    };
+    let refused = |code| -> Result<Event<Node>, watcher::Error> { Err(refused_watch(code)) };
     let mut pause = Pause {
         repeats: REFUSALS,
         ..Pause::default()
