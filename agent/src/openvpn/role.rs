@@ -83,6 +83,11 @@ impl ClientRole {
             session.close(now);
             return;
         };
+        if pushed.is_some_and(|push| push.compresses) {
+            warn!(
+                "the OpenVPN server pushes compression, and compressed packets are dropped: set \"compress stub-v2\" at the server, and push it"
+            );
+        }
         let config = flows::Config {
             address: ifconfig.local,
             buffer_budget: BUFFER_BUDGET,

@@ -37,6 +37,17 @@ impl Framing {
         })
     }
 
+    /// Returns the option without compression that has the framing of the option `compress ARGUMENT`; `None` if the option
+    /// names no algorithm.
+    pub fn without_compression(argument: Option<&str>) -> Option<&'static str> {
+        match argument? {
+            "lz4" => Some("compress stub"),
+            "lz4-v2" => Some("compress stub-v2"),
+            "lzo" => Some("comp-lzo no"),
+            _ => None,
+        }
+    }
+
     /// Largest number of bytes that framing adds to a payload.
     pub const MAX_OVERHEAD: usize = 2;
 

@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
 
-use crate::packet::{ControlHeader, DataHeader, SessionId};
+use crate::packet::{ControlHeader, DataHeader, PacketError, SessionId};
 use crate::rate::RateLimit;
 use crate::session::{Ended, Event, SealError, ServerConfig, Session, Stats};
 
@@ -283,9 +283,13 @@ impl Hub {
     }
 
     fn control(&mut self, from: Path, datagram: &mut [u8], now: Instant) {
-        let Ok((header, _)) = ControlHeader::split(datagram) else {
-            self.stats.malformed += 1;
-            return;
+        let header = match ControlHeader::split(datagram) {
+            Ok((header, _)) => header,
+            Err(PacketError::TlsCryptV2) => return self.mismatch(from),
+            Err(_) => {
+                self.stats.malformed += 1;
+                return;
+            }
         };
         match self.by_client.get(&(from.remote, header.session)).copied() {
             Some(peer) => self.known_session(peer, datagram, now),

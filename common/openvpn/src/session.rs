@@ -139,7 +139,7 @@ pub struct Session {
     /// Peer info that a test substitutes for the client's own.
     #[cfg(test)]
     pretended: Option<String>,
-    /// Options string that a test substitutes for the client's own.
+    /// Options string that a test substitutes for this side's own.
     #[cfg(test)]
     pretended_options: Option<String>,
 }

@@ -36,8 +36,7 @@ use crate::replay::{LongId, LongReplayWindow, ReplayError};
 pub const MAX_OVERHEAD: usize = 64 + LongId::LEN;
 
 /// Advice for a peer whose first packet is not readable. Without a wrap, the bytes of a wrap look like other fields.
-pub const WRAP_HINT: &str =
-    "check that both sides use the same tls-auth or tls-crypt key and direction";
+pub const WRAP_HINT: &str = "check that both sides use the same tls-auth or tls-crypt key and direction; tls-crypt-v2 is not supported";
 
 /// Reason why a control packet is rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]

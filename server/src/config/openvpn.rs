@@ -145,7 +145,8 @@ impl OpenvpnFlags {
         let mut server = read.unwrap_or_default();
         let listen = self.listen(p, &server);
         if listen.is_empty() {
-            p.require(*self == Self::default() || !is_known, || {
+            let is_given = !self.openvpn_listen.is_empty();
+            p.require(*self == Self::default() || !is_known || is_given, || {
                 "the --openvpn flags need --openvpn-listen, such as --openvpn-listen=tcp::1194, or --openvpn-config".to_owned()
             });
             return None;

@@ -111,12 +111,8 @@ impl Common {
             }
             "key-direction" => self.key_direction = Some(direction(directive, 0)?),
             "verify-x509-name" => self.name = Some(name_check(directive)?),
-            "cipher" => {
-                self.cipher = Some(value(directive, 0, "a cipher that is supported here")?);
-            }
-            "data-ciphers-fallback" => {
-                self.fallback = Some(value(directive, 0, "a cipher that is supported here")?);
-            }
+            "cipher" => self.cipher = Some(cipher(directive)?),
+            "data-ciphers-fallback" => self.fallback = Some(cipher(directive)?),
             "data-ciphers" | "ncp-ciphers" => return self.data_ciphers(directive),
             "ncp-disable" => self.ncp_disable = true,
             "auth" => self.digest = value(directive, 0, "a digest that is supported here")?,
@@ -134,8 +130,14 @@ impl Common {
                         "not needed: clients with compression are told to use framing without compression",
                     );
                 }
-                self.framing = Framing::of_compress(directive.argument(0))
+                let algorithm = directive.argument(0);
+                self.framing = Framing::of_compress(algorithm)
                     .ok_or("unknown compression; use `compress stub-v2`")?;
+                if let Some(option) = Framing::without_compression(algorithm) {
+                    return note(format!(
+                        "framing only: compressed packets from the peer are dropped, so the peer needs `{option}`"
+                    ));
+                }
             }
             "dev" => self.dev = Some(word(directive, 0, "a device")?.to_owned()),
             "dev-type" => self.dev_type = Some(word(directive, 0, "tun or tap")?.to_owned()),
@@ -263,6 +265,17 @@ fn positive(directive: &Directive) -> Result<Duration, String> {
         true => Err("must be more than 0".into()),
         false => Ok(time),
     }
+}
+
+/// Parses the cipher of the data channel.
+fn cipher(directive: &Directive) -> Result<Cipher, String> {
+    let cipher = value(directive, 0, "a cipher that is supported here");
+    cipher.map_err(|error| {
+        format!(
+            "{error}; remove the line, so that both sides agree on AES-GCM, or name one of {}",
+            Cipher::list(&Cipher::ALL)
+        )
+    })
 }
 
 fn direction(directive: &Directive, index: usize) -> Result<KeyDirection, String> {

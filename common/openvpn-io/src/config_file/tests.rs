@@ -226,7 +226,7 @@ fn all_problems_are_reported_with_their_lines() {
         "c:9: remote: \"99999\" is not a port",
         "c:10: frobnicate: not an option that is known here",
         "c:11: no closing quotation mark",
-        "c:12: cipher: \"BF-CBC\" is not a cipher that is supported here",
+        "c:12: cipher: \"BF-CBC\" is not a cipher that is supported here; remove the line",
         "c:13: auth: \"none\" is not",
         "c:15: server: this is a server's configuration",
         "c:16: key-direction: \"2\"",

@@ -90,7 +90,7 @@ impl Hub {
         }
     }
 
-    fn mismatch(&mut self, from: Path) {
+    pub(super) fn mismatch(&mut self, from: Path) {
         self.stats.bad_wrap += 1;
         self.mismatched = Some(from.remote);
     }

@@ -627,7 +627,7 @@ fn owner_can_end_and_reject_sessions() {
         ends,
         [
             "the peer left",
-            "the server asks to connect again: ",
+            "the server asks to connect again",
             "the server refused us: not any more"
         ]
     );

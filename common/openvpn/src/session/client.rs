@@ -181,8 +181,16 @@ impl Session {
         };
         let config = config.clone();
         let common = &config.common;
-        if self.server.options.mtu_dynamic {
-            let text = "the server uses the option fragment, which is not supported";
+        let unsupported = match &self.server.options {
+            options if options.tap => {
+                Some("the server uses dev tap, which is not supported: use dev tun")
+            }
+            options if options.mtu_dynamic => {
+                Some("the server uses the option fragment, which is not supported: remove it there")
+            }
+            _ => None,
+        };
+        if let Some(text) = unsupported {
             return self.end(Ended::Negotiation(text.into()), now);
         }
         let cipher = match ncp::choose_as_client(

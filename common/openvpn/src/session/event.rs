@@ -115,7 +115,7 @@ pub enum Ended {
     #[error("the peer left")]
     PeerExit,
     /// Client role: the server requests a new connection.
-    #[error("the server asks to connect again: {reason}")]
+    #[error("the server asks to connect again{}", after_colon(reason))]
     Restart {
         /// True to connect to the next server of the list, false for the same server.
         next_server: bool,
@@ -123,7 +123,7 @@ pub enum Ended {
         reason: String,
     },
     /// Client role: the server requests a permanent stop.
-    #[error("the server asks to stop: {0}")]
+    #[error("the server asks to stop{}", after_colon(.0))]
     Halt(String),
     /// The peer closed the TCP connection without an exit message.
     #[error("the peer closed the connection{}", during(*stage))]
@@ -165,6 +165,14 @@ impl Ended {
             self,
             Self::Tls(_) | Self::Protocol(_) | Self::HandshakeTimeout { .. } | Self::Rejected(_)
         )
+    }
+}
+
+/// Returns a peer's text after a colon; nothing for an empty text.
+fn after_colon(text: &str) -> String {
+    match text {
+        "" => String::new(),
+        text => format!(": {text}"),
     }
 }
 

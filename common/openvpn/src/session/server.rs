@@ -55,11 +55,20 @@ impl Client {
 }
 
 impl Session {
+    /// Returns the server's options string for a client with these options.
+    fn mirrored(&self, options: &str) -> String {
+        #[cfg(test)]
+        if let Some(options) = &self.pretended_options {
+            return options.clone();
+        }
+        options::mirror(options)
+    }
+
     /// Processes the client's key-method message of the first negotiation or of a renegotiation.
     pub(super) fn client_key_method(&mut self, slot: Slot, message: &KeyMethod2, now: Instant) {
         let reply = KeyMethod2 {
             source: KeySource::random(Role::Server, &mut rand::rng()),
-            options: options::mirror(&message.options),
+            options: self.mirrored(&message.options),
             username: String::new(),
             password: String::new(),
             peer_info: String::new(),

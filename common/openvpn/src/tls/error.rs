@@ -145,7 +145,7 @@ fn explain_incompatible(why: &PeerIncompatible) -> String {
             "no common cipher suite: this side supports ECDHE with AES-GCM or ChaCha20-Poly1305; check `tls-cipher`"
         }
         PeerIncompatible::NoKxGroupsInCommon => {
-            "no common curve: check `ecdh-curve` and `tls-groups`"
+            "no common curve, or the peer permits no ECDHE: check `tls-cipher`, `ecdh-curve` and `tls-groups`"
         }
         PeerIncompatible::NoSignatureSchemesInCommon
         | PeerIncompatible::NoCertificateRequestSignatureSchemesInCommon => {

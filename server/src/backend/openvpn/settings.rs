@@ -57,8 +57,11 @@ impl FromStr for Listen {
 
     /// Parses texts such as `tcp::1194`, `udp:10.0.0.1:1194` or `tcp:[::]:1194`.
     fn from_str(text: &str) -> Result<Self, String> {
-        let refused =
-            || format!("{text:?} is not a listener; expected tcp:ADDRESS:PORT or udp:ADDRESS:PORT");
+        let refused = || {
+            format!(
+                "{text:?} is not a listener; expected tcp:ADDRESS:PORT or udp:ADDRESS:PORT, with IPv6 in brackets"
+            )
+        };
         let (transport, address) = text.split_once(':').ok_or_else(refused)?;
         let transport = match transport {
             "tcp" => Transport::Tcp,

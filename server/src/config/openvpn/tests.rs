@@ -37,6 +37,13 @@ fn openvpn_is_disabled_by_default() {
 }
 
 #[test]
+fn malformed_listener_is_the_only_mistake() {
+    let refused = errors(&Files::new(), &["--openvpn-listen=tcp:::1:1194"]);
+    assert_eq!(refused.len(), 1, "{refused:?}");
+    assert!(refused[0].contains("with IPv6 in brackets"), "{refused:?}");
+}
+
+#[test]
 fn defaults_match_the_platform() {
     let files = Files::new();
     let settings = settings(&files, &[]);

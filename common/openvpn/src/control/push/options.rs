@@ -70,8 +70,10 @@ pub struct PushOptions {
     pub cc_exit: bool,
     /// `tun-mtu`.
     pub tun_mtu: Option<u16>,
-    /// `comp-lzo` or `compress`.
+    /// `comp-lzo` or `compress`. Packets that the server compresses are dropped, see [`PushOptions::compresses`].
     pub framing: Option<Framing>,
+    /// True if the pushed option names a compression algorithm. The server may then send compressed packets.
+    pub compresses: bool,
     /// `auth-token`: password for renegotiations.
     pub auth_token: Option<String>,
     /// True if the server pushed [`OURS`].
@@ -131,9 +133,14 @@ impl PushOptions {
                 _ => return Err(unsupported()),
             },
             "tun-mtu" => self.tun_mtu = parse(&mut words),
-            "comp-lzo" => self.framing = Some(Framing::Lzo),
+            "comp-lzo" => {
+                self.framing = Some(Framing::Lzo);
+                self.compresses = words.next() != Some("no");
+            }
             "compress" => {
-                self.framing = Some(Framing::of_compress(words.next()).ok_or_else(unsupported)?);
+                let algorithm = words.next();
+                self.framing = Some(Framing::of_compress(algorithm).ok_or_else(unsupported)?);
+                self.compresses = Framing::without_compression(algorithm).is_some();
             }
             "fragment" => return Err(unsupported()),
             "auth-token" => self.auth_token = words.next().map(str::to_owned),

@@ -57,6 +57,17 @@ fn parses_all_other_supported_options() {
     assert_eq!(push.topology, Some(Topology::Subnet));
     assert!(push.tls_ekm && !push.cc_exit);
     assert_eq!(push.framing, Some(Framing::Lzo));
+    assert!(!push.compresses);
+    for (option, compresses) in [
+        ("comp-lzo yes", true),
+        ("comp-lzo", true),
+        ("compress", false),
+        ("compress stub-v2", false),
+        ("compress lz4-v2", true),
+    ] {
+        let push = PushOptions::parse(option).unwrap();
+        assert_eq!(push.compresses, compresses, "{option}");
+    }
     assert_eq!(push.auth_token.as_deref(), Some("abc"));
     assert_eq!(push.ping_exit, Some(Duration::from_secs(9)));
     assert_eq!(push.peer_id, None);

@@ -463,6 +463,22 @@ fn tap_and_fragment_are_refused_with_a_reason() {
 }
 
 #[test]
+fn client_refuses_tap_and_fragment_of_a_server() {
+    for (options, word) in [
+        ("V4,dev-type tap", "dev tap"),
+        ("V4,dev-type tun,mtu-dynamic", "fragment"),
+    ] {
+        let mut sim = Sim::default(Transport::Tcp);
+        sim.server.session.pretended_options = Some(options.into());
+        sim.run(Duration::from_secs(3));
+        let Some(Ended::Negotiation(text)) = sim.client.ended() else {
+            panic!()
+        };
+        assert!(text.contains(word), "{text}");
+    }
+}
+
+#[test]
 fn keys_come_from_the_prf_if_either_side_cannot_export() {
     for exporters in [(false, true), (true, false)] {
         let mut client = client_config(Transport::Udp);
