@@ -408,7 +408,9 @@ async fn server_behind_the_door_knows_the_addresses_of_agents() {
     assert!(line.contains("127.0.0.5:"), "{line}");
     // The door must send a header, and others must not.
     converse(agents, b"\x16\x03\x01").await;
-    server.wait_for_log("no PROXY protocol header", LIMIT).await;
+    server
+        .wait_for_log("no valid PROXY protocol header", LIMIT)
+        .await;
     converse_from(OTHER, agents, HEADER).await;
     let unexpected = "unexpected PROXY protocol header";
     server.wait_for_log(unexpected, LIMIT).await;
@@ -492,7 +494,7 @@ async fn openvpn_listener_displaces_silent_clients_first_and_accepts_headers() {
         .unwrap();
     assert_eq!(answer[2], 0x40);
     for (from, bytes, why) in [
-        ([127, 0, 0, 9], RESET, "no PROXY protocol header"),
+        ([127, 0, 0, 9], RESET, "no valid PROXY protocol header"),
         (OTHER, HEADER, "unexpected PROXY protocol header"),
     ] {
         assert_eq!(converse_from(from, openvpn, bytes).await, "");

@@ -87,7 +87,7 @@ pub struct Header {
 pub enum HeaderError {
     /// The connection does not begin with a header.
     #[error(
-        "no PROXY protocol header: let the load balancer send one, or remove its network from the flag"
+        "no valid PROXY protocol header: let the load balancer send one, or remove its network from the flag"
     )]
     Invalid,
     /// The header exceeds [`MAX_HEADER_BYTES`].
@@ -165,7 +165,10 @@ pub async fn enter(
     admission: &Arc<Admission>,
 ) -> Result<(SocketAddr, Arc<Candidate>), Refused> {
     let since = Instant::now();
-    let refused = |peer| move |why| Refused { peer, why };
+    let refused = |peer: SocketAddr| {
+        let peer = SocketAddr::new(peer.ip().to_canonical(), peer.port());
+        move |why| Refused { peer, why }
+    };
     let origin = origin(stream, peer, from, admission).await;
     let source = origin.map_err(refused(peer))?.source;
     let entered = async {
@@ -230,6 +233,12 @@ pub fn parse(received: &[u8]) -> Result<Option<Header>, HeaderError> {
                 destination: Some(ends.destination),
             });
             sized(len, origin, received.len())
+        }
+        // The parser asks for more bytes of some complete lines.
+        Err(proxy_header::Error::BufferTooShort)
+            if received.starts_with(TEXT) && received.windows(2).any(|pair| pair == b"\r\n") =>
+        {
+            Err(HeaderError::Invalid)
         }
         Err(proxy_header::Error::BufferTooShort) => sized(received.len() + 1, None, received.len()),
         Err(_) => Err(HeaderError::Invalid),

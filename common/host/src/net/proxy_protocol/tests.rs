@@ -70,6 +70,15 @@ fn headers_of_the_specification_are_parsed() {
 }
 
 #[test]
+fn line_feed_alone_does_not_end_a_line() {
+    let line = b"PROXY UNKNOWN \n x\r\n";
+    for end in 0..line.len() {
+        assert_eq!(parse(&line[..end]).unwrap(), None, "{end}");
+    }
+    assert_eq!(parse(line).unwrap().unwrap().len, line.len());
+}
+
+#[test]
 fn other_bytes_are_refused_at_once() {
     for bytes in [
         &b"\x16\x03\x01"[..],
@@ -78,6 +87,7 @@ fn other_bytes_are_refused_at_once() {
         b"PROXYxTCP4",
         b"PROXY TCP9 192.0.2.1 ",
         b"PROXY TCP4 192.0.2.1 ::1 1 1\r\n",
+        b"PROXY TCP4 x\r\n",
         b"PROXY TCP4 192.0.2.1 192.0.2.2 1 65536\r\n",
         b"PROXY TCP4 192.0.2.1 192.0.2.2 1 1\rx",
         b"\r\n\r\nx",
