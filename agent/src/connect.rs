@@ -158,7 +158,7 @@ impl Connector {
         let tls = reloader.follow(Files::Server, set).await?;
         let host = config.server_host.trim_matches(['[', ']']).to_owned();
         let name = ServerName::try_from(host.clone()).map_err(|_| {
-            anyhow::anyhow!("--proxy-server-host={host} is neither a host name nor an address")
+            anyhow::anyhow!("--proxy-server-host={host} is neither a host name nor an address; the port belongs to --proxy-server-port")
         })?;
         let origin = http::Uri::builder()
             .scheme("https")

@@ -101,7 +101,9 @@ impl NativeServer {
             };
             // A server that shuts down closes the connection just like a killed server, so every close is an
             // error.
-            let next = next.and_then(|next| next.ok_or_else(|| "closed by the server".into()));
+            let next = next.and_then(|next| {
+                next.ok_or_else(|| "closed by the server, or by a load balancer in between".into())
+            });
             let incoming = next.inspect_err(|_| {
                 let streams = &self.agent.metrics.streams;
                 streams.stream_error(Segment::ToAgent, Code::Unavailable, None);

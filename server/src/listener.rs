@@ -78,7 +78,9 @@ pub(crate) fn handshake_failed(
 ) {
     let reason = match error.kind() {
         // A load balancer's port check connects and leaves without sending a byte.
-        io::ErrorKind::UnexpectedEof => {
+        io::ErrorKind::UnexpectedEof
+        | io::ErrorKind::ConnectionReset
+        | io::ErrorKind::BrokenPipe => {
             debug!(
                 listener = kind.as_str(),
                 peer, "the peer left during the TLS handshake"

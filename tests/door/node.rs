@@ -253,7 +253,7 @@ async fn node_tunnel_works_over_mutual_tls_with_our_front_door() {
     carries(&node, 20_000_000).await;
     for (flags, part) in [
         (&[][..], "needs --proxy-ca"),
-        (&[ca], "--proxy-cert if it requires a certificate"),
+        (&[ca], "(--proxy-cert, --proxy-key)"),
         (
             &[ca, cert, key, "--proxy-server-name=other.example.com"],
             "check --proxy-ca, --proxy-cert and --proxy-server-name",

@@ -67,6 +67,9 @@ const WAITING_LOOK: Duration = Duration::from_millis(100);
 /// Time for unused connections to close at shutdown.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// Advice for a proxy that cannot be reached.
+pub(crate) const ADVICE: &str = "check --proxy, and that this node reaches that address";
+
 /// Connections for each permitted connection, suspect ones included. The suspect ones have streams, and may recover.
 const WITH_SUSPECTS: usize = 2;
 
@@ -124,9 +127,7 @@ pub(crate) struct Seat(Arc<Link>);
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum PoolError {
     /// No connection is open, and the last dial failed or took too long.
-    #[error(
-        "cannot connect to the proxy: {0}; check --proxy, and that this node reaches that address"
-    )]
+    #[error("cannot connect to the proxy: {0}")]
     Unreachable(String),
     #[error(
         "every connection carries as many streams as the proxy allows: raise --connections, or the \
@@ -184,7 +185,7 @@ impl<R: Reach> ConnectionPool<R> {
         let opened = timeout(CONNECT_TIMEOUT, self.open_or_wait(target)).await;
         opened.unwrap_or_else(|_| {
             let last = self.dialed.borrow().clone();
-            let reason = last.unwrap_or_else(|| "the dial takes too long".to_owned());
+            let reason = last.unwrap_or_else(|| format!("the dial takes too long; {ADVICE}"));
             Err(PoolError::Unreachable(reason))
         })
     }
@@ -269,11 +270,7 @@ impl<R: Reach> ConnectionPool<R> {
             if let Some(reason) = &failed {
                 self.metrics.connect_failed.increment(1);
                 if failures.is_new(reason) {
-                    warn!(
-                        reason,
-                        "cannot connect to the proxy, trying again: check --proxy, and that this \
-                         node reaches that address"
-                    );
+                    warn!(reason, "cannot connect to the proxy, trying again");
                 } else {
                     debug!(reason, "still no connection to the proxy");
                 }
@@ -326,8 +323,11 @@ impl<R: Reach> ConnectionPool<R> {
         let begin = timeout(CONNECT_TIMEOUT, self.clone().begin(inbound.clone()));
         let begun = self.shards.run_on(shard, begin).await;
         let begun = begun.map_err(|error| error.to_string())?;
-        let (requests, opener) =
-            begun.unwrap_or_else(|_| Err(format!("no connection within {CONNECT_TIMEOUT:?}")))?;
+        let (requests, opener) = begun.unwrap_or_else(|_| {
+            Err(format!(
+                "no connection within {CONNECT_TIMEOUT:?}; {ADVICE}"
+            ))
+        })?;
         self.metrics.connected.increment(1);
         info!(connection = serial, "connected to the proxy");
         self.links.lock().push(Arc::new(Link {
@@ -348,12 +348,12 @@ impl<R: Reach> ConnectionPool<R> {
         inbound: Arc<Inbound>,
     ) -> Result<(Requests, Opener<R::Stream>), String> {
         let stream = self.reach.reach().await?;
-        let refused = |why: String| {
-            let why = tls::explain_refusal(&why).unwrap_or(why);
-            format!(
+        let refused = |why: String| match tls::explain_refusal(&why) {
+            Some(why) => format!("TLS handshake failed: {why} (--proxy-cert, --proxy-key)"),
+            None => format!(
                 "the proxy ended the connection before HTTP/2 began ({why}): check the proxy's log; a proxy that \
                  requires TLS needs --proxy-ca, and --proxy-cert if it requires a certificate"
-            )
+            ),
         };
         let opened = Opener::new(stream, inbound, self.pings).await;
         let (requests, mut opener) = opened.map_err(|error| refused(error.to_string()))?;

@@ -15,7 +15,7 @@ use tokio_util::either::Either;
 
 use super::config::ProxyTls;
 use super::files::{Files, Reloader};
-use super::pool::{CONNECT_TIMEOUT, Reach};
+use super::pool::{ADVICE, CONNECT_TIMEOUT, Reach};
 
 /// Dials the seed's proxy.
 pub(crate) struct SeedProxy {
@@ -63,11 +63,16 @@ impl SeedProxy {
         {
             None => {
                 let dialed = dial("tcp", &self.address.to_string(), CONNECT_TIMEOUT).await;
-                dialed.map_err(|error| error.text)?
+                dialed.map_err(|error| {
+                    let why = error.text;
+                    format!("{why}; {ADVICE}")
+                })?
             }
             Some(target) => {
                 let connected = proxy::connect(&target, host, *port, deadline).await;
-                connected.map_err(|error| format!("through HTTPS_PROXY: {error}"))?
+                connected.map_err(|error| {
+                    format!("through HTTPS_PROXY: {error}; check HTTPS_PROXY and NO_PROXY")
+                })?
             }
         };
         self.congestion.apply(&stream);

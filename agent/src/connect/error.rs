@@ -88,6 +88,10 @@ impl From<HelloError> for ConnectError {
 impl From<CallError> for ConnectError {
     fn from(error: CallError) -> Self {
         match &error {
+            CallError::NotGrpc(status) => Self::Answer(format!(
+                "an HTTP proxy or another server answered (HTTP status {}): check --proxy-server-host and --proxy-server-port, and whether a server is ready",
+                status.as_u16()
+            )),
             CallError::Connection(broken) => match broken.get_io() {
                 Some(broken) => Self::ended(broken),
                 None => Self::refused(&error.to_string()),

@@ -249,7 +249,7 @@ impl Admin {
                 Some(rustls::Error::InvalidMessage(_)) => anyhow::anyhow!(
                     "{address}: {why}. The admin port of a server has TLS only with --admin-cert"
                 ),
-                _ => anyhow::anyhow!("{why}"),
+                _ => anyhow::anyhow!("{address}: {why}"),
             }
         })?;
         Ok(Box::new(stream))

@@ -38,7 +38,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout};
 use tokio_rustls::TlsAcceptor;
-use tracing::{debug, info};
+use tracing::{debug, info, warn};
 
 use self::denial::Denial;
 use self::sessions::Sessions;
@@ -130,7 +130,11 @@ impl ConnectListener {
 
     fn refuse(&self, reason: Refusal, peer: Origin, why: &str) {
         self.front.metrics.refused(Entrance::Tunneling, reason);
-        debug!(%peer, why, "CONNECT refused");
+        match reason {
+            // An alert has no details, so the operator of a node tunnel finds the cause only here.
+            Refusal::Tls => warn!(%peer, reason = why, "CONNECT refused"),
+            _ => debug!(%peer, why, "CONNECT refused"),
+        }
     }
 
     async fn begin(self: Arc<Self>, stream: TcpStream, peer: Origin) {
@@ -229,6 +233,12 @@ impl ConnectListener {
                 let stream = Box::new(stream);
                 let served = self.clone().serve_http(stream, socket, peer, candidate);
                 served.await;
+            }
+            // A port check of a load balancer.
+            Err(error) if has_left(&error) => {
+                let metrics = &self.front.metrics;
+                metrics.refused(Entrance::Tunneling, Refusal::Tls);
+                debug!(%peer, "the peer left during the TLS handshake");
             }
             Err(error) => {
                 let why = culvert_host::tls::explain(&error);
@@ -496,4 +506,9 @@ where
     if write.write_all(answer).await.is_ok() && write.flush().await.is_ok() {
         linger_close(read, write).await;
     }
+}
+/// Returns true if the client closed its connection during the TLS handshake.
+fn has_left(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+    matches!(error.kind(), UnexpectedEof | ConnectionReset | BrokenPipe)
 }

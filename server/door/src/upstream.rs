@@ -260,7 +260,7 @@ impl Upstream {
             return;
         }
         let (upstream, key) = (Arc::downgrade(self), self.key.clone());
-        warn!(upstream = %key, %endpoint, "the endpoint is silent: new connections use other endpoints");
+        warn!(upstream = %key, %endpoint, "the endpoint is silent or unreachable: new connections use other endpoints, if there are any");
         tokio::spawn(async move {
             loop {
                 sleep(PROBE_PAUSE).await;

@@ -438,10 +438,7 @@ async fn failed_dial_fails_all_waiting_clients_and_is_retried() {
     let (one, other) = tokio::join!(proxy.open(), proxy.open());
     for opened in [one, other] {
         let error = opened.err().unwrap().to_string();
-        assert!(
-            error.contains("connection refused") && error.contains("--proxy"),
-            "{error}"
-        );
+        assert!(error.contains("connection refused"), "{error}");
     }
     assert!(
         started.elapsed() < CONNECT_TIMEOUT,

@@ -20,7 +20,9 @@ pub fn explain(error: &io::Error) -> String {
         return explain_tls(tls);
     }
     match error.kind() {
-        io::ErrorKind::UnexpectedEof => {
+        io::ErrorKind::UnexpectedEof
+        | io::ErrorKind::ConnectionReset
+        | io::ErrorKind::BrokenPipe => {
             "the peer closed the connection during the handshake; either the peer does not \
              use TLS on this port, or the peer refused us and its log has the reason, or a load balancer in between has \
              no ready peer"

@@ -162,6 +162,9 @@ pub enum CallError {
     /// The server refused the call.
     #[error("{} ({})", .0.message(), .0.code())]
     Refused(Box<Status>),
+    /// A program other than a gRPC server answered with this HTTP status.
+    #[error("the answer is not gRPC (HTTP status {0})")]
+    NotGrpc(StatusCode),
 }
 
 /// Opens a call of the method at `path`, and waits for the head of the response. Returns the metadata and the
@@ -198,28 +201,10 @@ where
     let reader = match status_of(&head.headers) {
         Some(status) if status.code() != Code::Ok => return Err(refused(status)),
         Some(_) => Reader::ended(received),
-        None if head.status != StatusCode::OK => return Err(refused(mapped(head.status))),
+        None if head.status != StatusCode::OK => {
+            return Err(CallError::NotGrpc(head.status));
+        }
         None => Reader::response(received),
     };
     Ok((MetadataMap::from_headers(head.headers), reader))
-}
-
-/// Returns the status of a call that a program other than a gRPC server answered: the gRPC mapping of HTTP status codes.
-fn mapped(http: StatusCode) -> Status {
-    let code = match http {
-        StatusCode::BAD_REQUEST => Code::Internal,
-        StatusCode::UNAUTHORIZED => Code::Unauthenticated,
-        StatusCode::FORBIDDEN => Code::PermissionDenied,
-        StatusCode::NOT_FOUND => Code::Unimplemented,
-        StatusCode::TOO_MANY_REQUESTS
-        | StatusCode::BAD_GATEWAY
-        | StatusCode::SERVICE_UNAVAILABLE
-        | StatusCode::GATEWAY_TIMEOUT => Code::Unavailable,
-        _ => Code::Unknown,
-    };
-    let http = http.as_u16();
-    Status::new(
-        code,
-        format!("grpc-status header missing, mapped from HTTP status code {http}"),
-    )
 }
