@@ -66,8 +66,9 @@ impl Hub {
         };
         match (packet.opcode, packet.peer_session, packet.id) {
             (Opcode::HardResetClientV2, None, Some(0)) => self.answer(from, header.session, now),
-            // The id of a RESET is 0. Without a wrap here, the bytes of the client's wrap look like another id.
-            (Opcode::HardResetClientV2, _, Some(1..)) => self.mismatch(from),
+            // The first RESET acknowledges nothing, and its id is 0. Without a wrap here, the bytes of the client's wrap look
+            // like acknowledgements or another id.
+            (Opcode::HardResetClientV2, ..) => self.mismatch(from),
             // The echo was lost. Clients before 2.6 repeat the echo only after another answer.
             (Opcode::ControlV1, None, Some(1)) => self.answer(from, header.session, now),
             // A client that acknowledges a later packet had a session before. Its TLS handshake cannot continue in a new

@@ -266,6 +266,34 @@ fn packets_with_another_wrap_are_counted_and_their_last_sender_is_kept() {
 }
 
 #[test]
+fn wrap_that_looks_like_acknowledgements_is_another_wrap() {
+    let mut net = Net::default();
+    let packet = crate::packet::ControlPacket {
+        opcode: crate::packet::Opcode::HardResetClientV2,
+        key_id: crate::packet::KeyId::FIRST,
+        session: crate::packet::SessionId::random(&mut rand::rng()),
+        acks: vec![7; 5],
+        peer_session: Some(crate::packet::SessionId::random(&mut rand::rng())),
+        id: Some(0),
+        payload: &[],
+    };
+    let mut datagram = BytesMut::new();
+    packet.write(&mut datagram);
+    let from = Path {
+        remote: at(1, 1000),
+        local: None,
+    };
+    net.hub.input(from, &mut datagram, net.now, &mut |_, _| {});
+    assert_eq!(net.hub.take_mismatched(), Some(at(1, 1000)));
+    // A RESET with tls-crypt-v2.
+    datagram[0] = 10 << 3;
+    net.hub.input(from, &mut datagram, net.now, &mut |_, _| {});
+    assert_eq!(net.hub.take_mismatched(), Some(at(1, 1000)));
+    let stats = net.hub.stats();
+    assert_eq!((stats.unknown, stats.malformed), (0, 0), "{stats:?}");
+}
+
+#[test]
 fn wrapped_handshakes_continue_after_the_cookie() {
     let key = || crate::keys::KeyBlock::from_bytes([7; crate::keys::KEY_BLOCK_LEN]);
     for crypt in [false, true] {
