@@ -101,9 +101,7 @@ impl ServerStream {
                         slow.incoming.pace().await;
                     }
                 }
-                Ok(None) => {
-                    return Ok("closed by the server".into());
-                }
+                Ok(None) => return Ok("closed by the server".into()),
                 Err(status) => {
                     let streams = &metrics.streams;
                     streams.stream_error(Segment::ToAgent, status.code(), None);

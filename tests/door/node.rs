@@ -288,7 +288,8 @@ async fn renewed_client_certificate_is_used_without_a_restart() {
     let flags = flags.each_ref().map(String::as_str);
     let node = Node::start(address, &[RAW], &flags).await;
     let text = "cannot connect to the proxy";
-    node.program.wait_for_log(text, LIMIT).await;
+    let line = node.program.wait_for_log(text, LIMIT).await;
+    assert!(line.contains("(--proxy-cert, --proxy-key)"), "{line}");
     std::fs::copy(&pki.agent.key, &stranger.agent.key).unwrap();
     std::fs::copy(&pki.agent.cert, &stranger.agent.cert).unwrap();
     node.is_ready().await;
@@ -334,6 +335,15 @@ async fn node_tunnel_works_through_haproxy_that_ends_mutual_tls() {
     let node = Node::start(listen, &[RAW, HALF, GONE, UNKNOWN], &flags).await;
     node.is_ready().await;
     carries(&node, 20_000_000).await;
+}
+
+#[tokio::test]
+async fn proxy_that_cannot_be_reached_is_named_with_its_flag() {
+    let closed = ([127, 0, 0, 1], Ports::default().next_port()).into();
+    let node = Node::start(closed, &[RAW], &[]).await;
+    let text = "cannot connect to the proxy";
+    let line = node.program.wait_for_log(text, LIMIT).await;
+    assert!(line.contains("connection refused; check --proxy"), "{line}");
 }
 
 #[tokio::test]

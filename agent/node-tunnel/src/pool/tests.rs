@@ -419,7 +419,7 @@ async fn waiting_client_uses_a_connection_that_recovers() {
     unanswered.seat.is_silent().await;
     proxy.script.refuses.store(true, Ordering::Relaxed);
     let recovers = async {
-        // The pool has dialed in vain, and waits before its next dial.
+        // A dial has failed, and the pool waits before the next one.
         while proxy.pool.dialed.borrow().is_none() {
             sleep(Duration::from_millis(1)).await;
         }
