@@ -20,6 +20,7 @@ mod trust;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use culvert_certificates::fit_request;
 use rustls::client::{Resumption, WebPkiServerVerifier};
 use rustls::crypto::CryptoProvider;
 use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
@@ -42,10 +43,6 @@ pub use trust::TrustBundle;
 
 /// Maximum size of a PEM file, in bytes. The system's whole CA bundle is about 220 KiB long.
 const MAX_PEM_BYTES: u64 = 4 << 20;
-
-/// Largest total length of the CA names in a request for a client's certificate, in bytes. A longer list is left out, which
-/// means any CA: the request has a 16-bit length, and rustls would send a malformed one.
-const MAX_HINTS: usize = 32 << 10;
 
 /// Oldest allowed TLS version. rustls supports no version below 1.2.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -207,7 +204,7 @@ impl Settings {
                 let provider = Arc::clone(&self.provider);
                 let mut verifier =
                     WebPkiClientVerifier::builder_with_provider(trust.roots(), provider);
-                if trust.names_bytes() > MAX_HINTS {
+                if !fit_request(&trust.roots()) {
                     verifier = verifier.clear_root_hint_subjects();
                 }
                 let verifier = verifier.build().map_err(settings)?;

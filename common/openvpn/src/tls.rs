@@ -16,6 +16,7 @@ mod verify;
 use std::net::Ipv4Addr;
 use std::sync::Arc;
 
+use culvert_certificates::{PemError, fit_request, private_key};
 use rustls::crypto::CryptoProvider;
 use rustls::crypto::aws_lc_rs::default_provider;
 use rustls::server::{NoServerSessionStorage, VerifierBuilderError, WebPkiClientVerifier};
@@ -25,8 +26,7 @@ use rustls::{
     ClientConfig, ClientConnection, RootCertStore, ServerConfig, ServerConnection,
     SupportedProtocolVersion,
 };
-use rustls_pki_types::pem::PemObject;
-use rustls_pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer, ServerName};
+use rustls_pki_types::{CertificateDer, CertificateRevocationListDer, ServerName};
 
 pub use certificate::{PeerIdentity, certificate_problem};
 pub(crate) use channel::Channel;
@@ -64,8 +64,10 @@ impl Identity {
     /// Creates an identity from the contents of the PEM files `cert` and `key`.
     pub fn from_pem(certificate: &[u8], key: &[u8]) -> Result<Self, ConfigError> {
         let chain = certificates("certificate", certificate)?;
-        let key = PrivateKeyDer::from_pem_slice(key)
-            .map_err(|error| ConfigError::pem("private key", &error))?;
+        let key = private_key(key).map_err(|problem| ConfigError::Pem {
+            what: "private key",
+            problem,
+        })?;
         let key = default_provider()
             .key_provider
             .load_private_key(key)
@@ -83,41 +85,22 @@ fn certificates(
     what: &'static str,
     pem: &[u8],
 ) -> Result<Vec<CertificateDer<'static>>, ConfigError> {
-    check_lines(what, pem)?;
-    let all: Vec<_> = CertificateDer::pem_slice_iter(pem)
-        .collect::<Result<_, _>>()
-        .map_err(|error| ConfigError::pem(what, &error))?;
-    if all.is_empty() {
-        return Err(ConfigError::Empty(what));
-    }
-    Ok(all)
+    culvert_certificates::certificates(pem).map_err(|error| match error {
+        PemError::Missing => ConfigError::Empty(what),
+        problem => ConfigError::Pem { what, problem },
+    })
 }
 
-/// Fails if two blocks of a PEM file share a line, as after `cat` of a file without a final newline. The parser would skip
-/// the second block.
-fn check_lines(what: &'static str, pem: &[u8]) -> Result<(), ConfigError> {
-    const JOINED: &[u8] = b"----------BEGIN ";
-    match pem.windows(JOINED.len()).any(|bytes| bytes == JOINED) {
-        true => Err(ConfigError::Joined(what)),
-        false => Ok(()),
-    }
-}
-
-/// Parses the CRLs of a PEM file. Fails if the file contains no CRL: revoked certificates would be accepted.
+/// Parses the CRLs of a PEM file. Fails if the file contains no CRL.
 fn revocation_lists(pem: &[u8]) -> Result<Vec<CertificateRevocationListDer<'static>>, ConfigError> {
-    check_lines("CRL", pem)?;
-    let all: Vec<_> = CertificateRevocationListDer::pem_slice_iter(pem)
-        .collect::<Result<_, _>>()
-        .map_err(|error| ConfigError::pem("CRL", &error))?;
-    if all.is_empty() {
-        return Err(ConfigError::NoCrl);
-    }
-    Ok(all)
+    culvert_certificates::revocation_lists(pem).map_err(|error| match error {
+        PemError::Missing => ConfigError::NoCrl,
+        problem => ConfigError::Pem {
+            what: "CRL",
+            problem,
+        },
+    })
 }
-
-/// Largest total length of the CA names in a request for a client's certificate, in bytes. A longer list is left out, which
-/// means any CA: the request has a 16-bit length, and rustls would send a malformed one.
-const MAX_HINTS: usize = 32 << 10;
 
 /// Creates the store of CAs.
 fn store(certificates: Vec<CertificateDer<'static>>) -> Result<Arc<RootCertStore>, ConfigError> {
@@ -163,10 +146,9 @@ impl ServerTls {
         let authorities = authorities.collect();
         let webpki = groups.into_iter().map(|group| {
             let roots = store(group.roots)?;
-            let names = roots.subjects();
-            let names: usize = names.iter().map(|name| name.as_ref().len()).sum();
+            let fits = fit_request(&roots);
             let mut webpki = WebPkiClientVerifier::builder_with_provider(roots, provider.clone());
-            if names > MAX_HINTS {
+            if !fits {
                 webpki = webpki.clear_root_hint_subjects();
             }
             // Like OpenVPN's crl-verify: certificates of a CA without a CRL are accepted.

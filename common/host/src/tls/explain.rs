@@ -10,7 +10,7 @@ use rustls::{
 };
 use rustls_pki_types::UnixTime;
 
-use super::chain::ChainTooLong;
+use super::chain::RefusedChain;
 use crate::reload::date;
 
 /// Explains an error of a TLS stream or handshake. Other errors are returned as their own text.
@@ -116,7 +116,7 @@ fn certificate(problem: &CertificateError) -> String {
              key usage serverAuth, a client certificate clientAuth"
                 .to_owned()
         }
-        CertificateError::Other(OtherError(cause)) if cause.is::<ChainTooLong>() => {
+        CertificateError::Other(OtherError(cause)) if cause.is::<RefusedChain>() => {
             cause.to_string()
         }
         CertificateError::Other(_) => other_certificate_problem(&format!("{problem:?}")),

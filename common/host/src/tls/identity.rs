@@ -8,12 +8,12 @@ use std::fmt::Display;
 use std::path::Path;
 use std::sync::Arc;
 
+use culvert_certificates::{PemError, is_key_of};
 use rustls::crypto::aws_lc_rs::sign::any_supported_type;
 use rustls::sign::{CertifiedKey, SigningKey};
-use rustls_pki_types::pem::{self, PemObject};
-use rustls_pki_types::{CertificateDer, PrivateKeyDer};
+use rustls_pki_types::CertificateDer;
 use x509_parser::prelude::{FromDer, X509Certificate};
-use x509_parser::x509::{SubjectPublicKeyInfo, X509Version};
+use x509_parser::x509::X509Version;
 
 use super::expiry::earliest_expiry;
 use super::{Pem, TlsError, read_pem};
@@ -89,55 +89,25 @@ impl Identity {
     }
 }
 
-/// Returns all certificates of a PEM file. Other blocks are skipped, as in Go.
+/// Returns all certificates of a PEM file.
 pub(super) fn certificates(pem: Pem<'_>) -> Result<Vec<CertificateDer<'static>>, TlsError> {
-    // As after `cat` of a file without a final newline. The parser would skip the second block.
-    const JOINED: &[u8] = b"----------BEGIN ";
-    if pem.text.windows(JOINED.len()).any(|bytes| bytes == JOINED) {
-        let problem = "-----END and -----BEGIN are on one line (add the missing line break)";
-        return Err(malformed(pem.path, problem));
-    }
-    let chain = CertificateDer::pem_slice_iter(pem.text)
-        .collect::<Result<Vec<_>, _>>()
-        .map_err(|error| malformed(pem.path, pem_problem(&error)))?;
-    match chain.is_empty() {
-        true => Err(TlsError::NoCertificate(pem.path.to_owned())),
-        false => Ok(chain),
-    }
+    culvert_certificates::certificates(pem.text).map_err(|error| match error {
+        PemError::Missing => TlsError::NoCertificate(pem.path.to_owned()),
+        error => malformed(pem.path, error),
+    })
 }
 
 pub(super) fn malformed(path: &Path, reason: impl Display) -> TlsError {
     TlsError::MalformedCertificate(path.to_owned(), reason.to_string())
 }
 
-/// Returns the text of an error without the content of the file, because the content may be a key.
-fn pem_problem(error: &pem::Error) -> String {
-    match error {
-        pem::Error::MissingSectionEnd { .. } | pem::Error::IllegalSectionStart { .. } => {
-            "a PEM section has no valid BEGIN or END line (check the line breaks)".to_owned()
-        }
-        error => error.to_string(),
-    }
-}
-
 fn private_key(pem: Pem<'_>) -> Result<Arc<dyn SigningKey>, TlsError> {
     let bad = |reason| TlsError::BadKey(pem.path.to_owned(), reason);
-    let key = PrivateKeyDer::from_pem_slice(pem.text).map_err(|error| match error {
-        pem::Error::NoItemsFound => TlsError::NoKey(pem.path.to_owned()),
-        other => bad(pem_problem(&other)),
+    let key = culvert_certificates::private_key(pem.text).map_err(|error| match error {
+        PemError::Missing => TlsError::NoKey(pem.path.to_owned()),
+        error => bad(error.to_string()),
     })?;
     any_supported_type(&key).map_err(|error| bad(error.to_string()))
-}
-
-/// Compares the bits of the public keys, not their algorithm identifiers, because an identifier can be
-/// written in more than one way.
-fn is_key_of(leaf: &X509Certificate<'_>, key: &dyn SigningKey) -> bool {
-    let Some(spki) = key.public_key() else {
-        return false;
-    };
-    SubjectPublicKeyInfo::from_der(&spki).is_ok_and(|(_, own)| {
-        own.subject_public_key.data == leaf.public_key().subject_public_key.data
-    })
 }
 
 fn doubts(leaf: &X509Certificate<'_>, path: &Path) -> Vec<String> {

@@ -51,12 +51,6 @@ impl TrustBundle {
         self.expiry
     }
 
-    /// Returns the total length of the names of the CAs, in bytes.
-    pub(super) fn names_bytes(&self) -> usize {
-        let names = self.roots.subjects();
-        names.iter().map(|name| name.as_ref().len()).sum()
-    }
-
     /// Returns the bundle as rustls's type.
     pub(super) fn roots(&self) -> Arc<RootCertStore> {
         Arc::clone(&self.roots)

@@ -5,7 +5,7 @@ use aws_lc_rs::digest;
 use rustls::sign::SigningKey;
 use rustls_pki_types::CertificateDer;
 use rustls_pki_types::pem::PemObject as _;
-use x509_parser::prelude::{ASN1Time, FromDer, SubjectPublicKeyInfo, X509Certificate, X509Version};
+use x509_parser::prelude::{ASN1Time, FromDer, X509Certificate, X509Version};
 
 use crate::Role;
 
@@ -98,18 +98,12 @@ pub fn certificate_problem(certificate: &[u8], role: Role) -> Option<String> {
 }
 
 /// Returns true if the key belongs to the first certificate of the chain, or if that certificate cannot be read: then the peer
-/// decides. rustls's own check cannot parse an X.509 v1
-/// certificate, which peers may accept. Compares the bits of the public keys, because their algorithms can be written in
-/// more than one way.
+/// decides.
 pub(super) fn is_key_of(chain: &[CertificateDer<'_>], key: &dyn SigningKey) -> bool {
-    let (Some(leaf), Some(own)) = (chain.first(), key.public_key()) else {
-        return false;
-    };
-    let Ok((_, leaf)) = X509Certificate::from_der(leaf) else {
-        return true;
-    };
-    SubjectPublicKeyInfo::from_der(&own).is_ok_and(|(_, own)| {
-        own.subject_public_key.data == leaf.public_key().subject_public_key.data
+    chain.first().is_some_and(|leaf| {
+        X509Certificate::from_der(leaf).map_or(true, |(_, leaf)| {
+            culvert_certificates::is_key_of(&leaf, key)
+        })
     })
 }
 

@@ -1,7 +1,7 @@
 //! The TLS errors, with remedies for the operator.
 
+use culvert_certificates::PemError;
 use rustls::{AlertDescription, CertificateError, ExtendedKeyPurpose, PeerIncompatible};
-use rustls_pki_types::pem;
 use thiserror::Error;
 
 /// Error for a file that cannot be used.
@@ -13,14 +13,9 @@ pub enum ConfigError {
     Pem {
         /// Kind of the file.
         what: &'static str,
-        /// Error text of the parser.
-        problem: String,
+        /// Reason.
+        problem: PemError,
     },
-    /// Two blocks of the PEM file are on one line.
-    #[error(
-        "the {0} file has -----END and -----BEGIN on one line: add the missing line break between the blocks"
-    )]
-    Joined(&'static str),
     /// The PEM file contains no certificate.
     #[error("the {0} file contains no certificate (-----BEGIN CERTIFICATE-----)")]
     Empty(&'static str),
@@ -45,22 +40,6 @@ pub enum ConfigError {
         "the private key does not belong to the certificate: compare the files of `cert` and `key`"
     )]
     KeyMismatch,
-}
-
-impl ConfigError {
-    pub(super) fn pem(what: &'static str, error: &pem::Error) -> Self {
-        let problem = match error {
-            pem::Error::NoItemsFound => {
-                "no such PEM section found (decrypt an encrypted key first)".into()
-            }
-            // The parser's text contains the line, which may contain a key.
-            pem::Error::MissingSectionEnd { .. } | pem::Error::IllegalSectionStart { .. } => {
-                "a PEM section has no valid BEGIN or END line (check the line breaks)".into()
-            }
-            error => error.to_string(),
-        };
-        Self::Pem { what, problem }
-    }
 }
 
 /// Reason why TLS failed.

@@ -11,6 +11,7 @@ use rcgen::{
 };
 use rustls::server::danger::ClientCertVerifier as _;
 use rustls_pki_types::UnixTime;
+use rustls_pki_types::pem::PemObject as _;
 
 use super::*;
 use crate::Role;
@@ -214,10 +215,10 @@ fn unusable_files_are_named_in_the_error() {
     assert!(server(b"", None).contains("CA file contains no certificate"));
     // As after `cat` of a file without a final newline.
     let joined = |text: String| text.trim_end().to_owned() + &text;
-    assert!(server(joined(PKI.ca()).as_bytes(), None).contains("the CA file has -----END"));
+    assert!(server(joined(PKI.ca()).as_bytes(), None).contains("CA is not valid PEM: -----END"));
     let crl = joined(PKI.crl(&[]));
     let error = server(PKI.ca().as_bytes(), Some(crl.as_bytes()));
-    assert!(error.contains("the CRL file has -----END"), "{error}");
+    assert!(error.contains("CRL is not valid PEM: -----END"), "{error}");
     assert!(
         server(
             b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n",

@@ -3,6 +3,7 @@
 
 use std::sync::{Arc, OnceLock};
 
+use culvert_certificates::check_chain;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::client::verify_server_cert_signed_by_trust_anchor;
 use rustls::crypto::{WebPkiSupportedAlgorithms, verify_tls12_signature, verify_tls13_signature};
@@ -17,14 +18,6 @@ use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 use super::certificate::{self, PeerIdentity, Usage};
 use super::error::explain_certificate;
 use super::revocation::Authority;
-
-/// Maximum number of a peer's intermediate certificates. Usual chains have at most three. webpki tries the certificates
-/// with the same name in every order: 326 orders of 5 certificates, and 28,961 of 8.
-const MAX_INTERMEDIATES: usize = 5;
-
-/// Maximum size of all intermediate certificates, in bytes. webpki parses each of them at every step of its search. A
-/// certificate with an RSA key of 4096 bits has about 2 KiB.
-const MAX_INTERMEDIATE_BYTES: usize = 16 * 1024;
 
 /// Subject and problem of a certificate that the verifier of a connection refused.
 pub(super) type Refused = Arc<OnceLock<(String, String)>>;
@@ -86,16 +79,13 @@ fn check_length(
     leaf: &CertificateDer<'_>,
     intermediates: &[CertificateDer<'_>],
 ) -> Result<(), Error> {
-    let certificates = intermediates.len();
-    let bytes: usize = intermediates.iter().map(|der| der.len()).sum();
-    if certificates <= MAX_INTERMEDIATES && bytes <= MAX_INTERMEDIATE_BYTES {
-        return Ok(());
-    }
-    let problem = format!(
-        "sent with {certificates} intermediate certificates of {bytes} bytes, more than {MAX_INTERMEDIATES} certificates or {MAX_INTERMEDIATE_BYTES} bytes: the peer's `cert` file must contain only its own certificate and the CAs between this certificate and our `ca`"
-    );
-    let error = CertificateError::ApplicationVerificationFailure;
-    Err(refuse(refused, leaf, problem, error))
+    check_chain(intermediates).map_err(|error| {
+        let problem = format!(
+            "sent with {error}: the peer's `cert` file must contain only its own certificate and the CAs between this certificate and our `ca`"
+        );
+        let error = CertificateError::ApplicationVerificationFailure;
+        refuse(refused, leaf, problem, error)
+    })
 }
 
 /// Returns true for an error about a certificate that none of the CAs signed. webpki reports an unsupported signature
