@@ -36,7 +36,9 @@ use crate::tunnel::{Health, Peer};
 pub(crate) struct Registry {
     strategies: Vec<Strategy>,
     limits: AgentLimits,
+    /// Every dial takes this lock. While holding it, take only locks of agent connections.
     agents: Mutex<Agents>,
+    /// While holding this lock, take no other lock.
     places: Mutex<Places>,
     metrics: Arc<ServerMetrics>,
 }
@@ -171,16 +173,13 @@ impl Registry {
 
     /// Returns the agent connections for the status output.
     pub(crate) fn peers(&self) -> Vec<Peer> {
-        // Every dial takes the lock, so the texts are made without it.
-        let agents: Vec<_> = {
-            let agents = self.agents.lock();
-            agents
-                .all
-                .entries()
-                .map(|entry| entry.agent.clone())
-                .collect()
-        };
-        agents.iter().map(AgentConnection::peer).collect()
+        let entries = self.entries();
+        entries.iter().map(|entry| entry.agent.peer()).collect()
+    }
+
+    /// Returns all agent connections. Every dial takes the lock, so work on each of them happens without it.
+    fn entries(&self) -> Vec<Arc<Entry>> {
+        self.agents.lock().all.entries().cloned().collect()
     }
 
     /// Returns a seat for a new client on a shard that serves agents. Few agents count only if they are healthy; of many

@@ -73,22 +73,18 @@ impl Registry {
             NoPlace::Identity(_) => place.identity == identity,
             NoPlace::Server(_) => true,
         };
-        match self.displace(is_candidate) {
-            true => self.free_place(identity, most),
-            false => Err(full),
-        }
+        self.displace(is_candidate);
+        self.free_place(identity, most)
     }
 
-    /// Ends the oldest candidate among the agent connections that are away. Returns false without a candidate.
-    fn displace(&self, is_candidate: impl Fn(&Place) -> bool) -> bool {
-        let agents = self.agents.lock();
-        let away = agents.all.entries().filter(|entry| {
+    /// Ends the oldest candidate among the agent connections that are away, if there is one.
+    fn displace(&self, is_candidate: impl Fn(&Place) -> bool) {
+        let entries = self.entries();
+        let away = entries.iter().filter(|entry| {
             entry.agent.is_unreachable() && entry.place.lock().as_ref().is_some_and(&is_candidate)
         });
-        let oldest = away.min_by_key(|entry| entry.agent.serial()).cloned();
-        drop(agents);
-        let Some(entry) = oldest else {
-            return false;
+        let Some(entry) = away.min_by_key(|entry| entry.agent.serial()) else {
+            return;
         };
         warn!(
             agent = entry.agent.hello().agent_id,
@@ -96,8 +92,7 @@ impl Registry {
             "the agent is away, and a new agent needs its place: its link does not resume; see --max-agents and the memory limit"
         );
         entry.agent.abandon();
-        let place = entry.place.lock().take();
-        place.is_some()
+        entry.place.lock().take();
     }
 
     fn free_place(self: &Arc<Self>, identity: Arc<str>, most: usize) -> Result<Place, NoPlace> {
