@@ -31,7 +31,7 @@ use crate::openvpn::client::Client;
 use crate::openvpn::tunnel::Tunnel;
 use crate::packet::OUTGOING_BYTES;
 use crate::server_count::ServerCount;
-use crate::servers::{Servers, Sync};
+use crate::servers::{ServerSearch, Servers};
 
 /// Interval between two looks at the connections whose last bytes are still on their way.
 const LEAVING_CHECK: Duration = Duration::from_millis(100);
@@ -51,7 +51,7 @@ pub struct Bound {
     pub addresses: Addresses,
     agent: Arc<Agent>,
     servers: Arc<Servers>,
-    sync: Option<Sync>,
+    search: Option<ServerSearch>,
     leases: Option<Leases>,
     reloader: Reloader,
     openvpn: Option<(Arc<Tunnel>, Client)>,
@@ -80,7 +80,7 @@ impl Bound {
         let agent = Agent::new(metrics, shutdown, limits, config.destinations.clone());
         let servers = Servers::new(agent.clone());
         let mut reloader = Reloader::new(agent.metrics.registry());
-        let (mut sync, mut leases) = (None, None);
+        let (mut search, mut leases) = (None, None);
         if config.ca_cert.is_some() {
             let connector = Connector::new(agent.clone(), config.clone(), &mut reloader);
             let connector = Box::pin(connector).await?;
@@ -89,7 +89,12 @@ impl Bound {
                 let counted = Leases::new(settings, &agent.metrics, count.clone(), &mut reloader);
                 leases = Some(counted.await?);
             }
-            sync = Some(Sync::new(servers.clone(), connector, &config, count));
+            search = Some(ServerSearch::new(
+                servers.clone(),
+                connector,
+                &config,
+                count,
+            ));
         }
         let mut openvpn = None;
         if let Some(OpenVpn { client, nodes }) = config.openvpn.clone() {
@@ -113,7 +118,7 @@ impl Bound {
             },
             agent,
             servers,
-            sync,
+            search,
             leases,
             reloader,
             openvpn,
@@ -138,7 +143,7 @@ impl Bound {
         let reload = self.reloader.run(shutdown.clone());
         spawn_essential(tasks, "reload", shutdown, reload);
         let tunnel = self.openvpn.as_ref().map(|(tunnel, _)| tunnel.clone());
-        let servers = self.sync.is_some().then(|| self.servers.clone());
+        let servers = self.search.is_some().then(|| self.servers.clone());
         let health = admin::Routes::new()
             .with_healthz()
             .with_agent_readyz(checks(servers, tunnel))
@@ -150,28 +155,28 @@ impl Bound {
         let serve = admin::serve(self.admin, admin, shutdown.clone());
         spawn_essential(tasks, "admin", shutdown, serve);
         buffers(&self.config).log();
-        let search = shutdown.child_token();
-        if let Some(sync) = self.sync {
+        let searching = shutdown.child_token();
+        if let Some(search) = self.search {
             info!(
                 server = format!("{}:{}", self.config.server_host, self.config.server_port),
                 agent_id = self.config.agent_id,
                 "connecting"
             );
-            spawn_essential(tasks, "servers", &search, sync.run(search.clone()));
+            spawn_essential(tasks, "servers", &searching, search.run(searching.clone()));
         }
         if let Some(leases) = self.leases {
-            spawn_essential(tasks, "leases", &search, leases.run(search.clone()));
+            spawn_essential(tasks, "leases", &searching, leases.run(searching.clone()));
         }
         if let Some((_, client)) = self.openvpn {
             info!("connecting to an OpenVPN server");
-            spawn_essential(tasks, "OpenVPN", &search, client.run(search.clone()));
+            spawn_essential(tasks, "OpenVPN", &searching, client.run(searching.clone()));
         }
         tokio::select! {
             () = shutdown.cancelled() => {}
             () = drain.cancelled() => {
                 let Config { drain_timeout, drain_linger, .. } = self.config;
                 info!(?drain_timeout, ?drain_linger, "draining");
-                search.cancel();
+                searching.cancel();
                 self.servers.drain();
                 let drained = async {
                     idle(self.agent.active(), &self.agent.leaving, drain_linger).await;

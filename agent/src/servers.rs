@@ -68,7 +68,7 @@ enum Stream {
 }
 
 /// The search for servers.
-pub(crate) struct Sync {
+pub(crate) struct ServerSearch {
     servers: Arc<Servers>,
     connector: Arc<Connector>,
     search: Search,
@@ -301,32 +301,34 @@ impl Servers {
         let span = info_span!("server", server = server_id);
         let run = async move {
             let ended = run.await;
-            {
-                let mut table = servers.table.lock();
-                let server = table.remove(&server_id);
-                servers.report(&table);
-                let drained = server.is_none_or(|server| server.notices().draining);
-                if native && ended.is_err() && !drained {
-                    servers.was_cut(&server_id);
-                }
-            }
-            servers.changes.notify_one();
-            let Agent {
-                shutdown, finish, ..
-            } = &*servers.agent;
-            if !shutdown.is_cancelled() && !finish.is_cancelled() {
-                let broken = ended.is_err();
-                if broken {
-                    let metrics = &servers.agent.metrics;
-                    let failures = &metrics.server_failures;
-                    failures.get(ServerDirection::FromServer).increment(1);
-                }
-                let (Ok(reason) | Err(reason)) = ended;
-                warn!(reason, "lost the server; its connections are closed");
-            }
+            servers.lost(&server_id, native, ended);
         };
         self.agent.tasks.spawn(run.instrument(span));
         Outcome::Added
+    }
+
+    /// Removes a server whose connection has ended. An error as the end means that the connection broke.
+    fn lost(&self, server_id: &str, native: bool, ended: Result<String, String>) {
+        {
+            let mut table = self.table.lock();
+            let server = table.remove(server_id);
+            self.report(&table);
+            let drained = server.is_none_or(|server| server.notices().draining);
+            if native && ended.is_err() && !drained {
+                self.was_cut(server_id);
+            }
+        }
+        self.changes.notify_one();
+        let agent = &self.agent;
+        if agent.shutdown.is_cancelled() || agent.finish.is_cancelled() {
+            return;
+        }
+        if ended.is_err() {
+            let failures = &agent.metrics.server_failures;
+            failures.get(ServerDirection::FromServer).increment(1);
+        }
+        let (Ok(reason) | Err(reason)) = ended;
+        warn!(reason, "lost the server; its connections are closed");
     }
 
     /// Returns the recent cuts of the connection to a server. The server's id proves that the server has lived since.
@@ -412,9 +414,9 @@ fn present(table: &HashMap<String, Server>) -> usize {
     table.values().filter(|server| server.is_present()).count()
 }
 
-// === impl Sync ===
+// === impl ServerSearch ===
 
-impl Sync {
+impl ServerSearch {
     /// Creates a search with the configured pauses.
     pub(crate) fn new(
         servers: Arc<Servers>,

@@ -130,19 +130,8 @@ impl Bound {
             }
             None => None,
         };
-        let agents = most_agents(config.limits.agents, memory_limit());
-        if config.limits.agents.is_none_or(|flag| agents < flag) && agents != usize::MAX {
-            info!(
-                agents,
-                "the memory limit bounds the number of agents, below --max-agents"
-            );
-        }
-        let agent_limits = AgentLimits {
-            agents,
-            connections: config.limits.connections_per_agent.unwrap_or(usize::MAX),
-        };
         let strategies = config.strategies.clone();
-        let registry = Registry::new(strategies, agent_limits, metrics.clone());
+        let registry = Registry::new(strategies, agent_limits(&config), metrics.clone());
         let timeout = config.backend_dial_timeout;
         let konnectivity = Konnectivity::new(registry.clone(), timeout);
         let destinations = Arc::new(config.destinations.clone());
@@ -179,24 +168,7 @@ impl Bound {
         config.link_congestion.choose()?.apply_to_listener(&agent);
         switcher.link_congestion = Some(congestion(&agent).into());
         let quic = quic::bind(agent_files, agent.local_addr()?, &agent_tls).await?;
-        let flags = ["--admin-bind-address", "--admin-port"];
-        let admin = admin::bind(&config.admin.host, config.admin.port, flags).await?;
-        let admin_address = admin.local_addr()?;
-        let admin = match &config.admin_tls {
-            Some(paths) => {
-                let flags = "--admin-cert and --admin-key";
-                let (files, alpn) = (Files::Admin, b"http/1.1");
-                let tls =
-                    credentials::mutual_tls(&mut reloader, files, paths, alpn, &config.tls, flags);
-                let counted = metrics.clone();
-                let on_refused = move |peer: SocketAddr, error: &io::Error| {
-                    let kind = metrics::Listener::Admin;
-                    listener::handshake_failed(&counted, kind, &peer.to_string(), error);
-                };
-                admin::AdminSocket::Tls(admin, tls.await?, Arc::new(on_refused))
-            }
-            None => admin::AdminSocket::Plain(admin),
-        };
+        let (admin_address, admin) = bind_admin(&config, &mut reloader, &metrics).await?;
         let socket = config.admin_uds.as_deref();
         let admin_socket = socket
             .map(|path| admin::UnixSocket::bind(path, "--admin-uds"))
@@ -263,18 +235,7 @@ impl Bound {
             registry: self.registry,
             server_id: config.server_id.clone(),
             announced: announce.subscribe(),
-            limits: Limits {
-                connection_bytes: connection_bytes(config.xfr_channel_size),
-                stall: config.stall_timeout,
-                excess: OverflowBudget::new(
-                    config.excess_buffer_bytes,
-                    metrics.streams.excess_bytes.clone(),
-                    metrics
-                        .full_receive_channels
-                        .get(ServiceMethod::Connect)
-                        .clone(),
-                ),
-            },
+            limits: stream_limits(&config, &metrics),
             sessions: Sessions::new(config.resume_grace, metrics.clone()),
             tokens: self.tokens,
             id_from: config.agent_id_from,
@@ -351,34 +312,17 @@ impl Bound {
         }
         let reload = self.reloader.run(shutdown.clone());
         spawn_essential(&tasks, "reload", &shutdown, reload);
-        let page = metrics.registry().clone();
-        let upkeep = page.clone().run_upkeep(shutdown.clone());
+        let upkeep = metrics.registry().clone().run_upkeep(shutdown.clone());
         spawn_essential(&tasks, "metrics", &shutdown, upkeep);
         let drained = drain::drained(
             frontend,
             config.graceful_shutdown_timeout,
             config.drain_linger,
         );
-        let draining = drain.clone();
-        let needs_peer = !config.ready_without_agents;
-        let ready = router.clone();
-        let not_ready = move || match (draining.is_cancelled(), ready.is_ready() || !needs_peer) {
-            (true, _) => Some(DRAINING),
-            (false, false) => Some(NOT_READY),
-            (false, true) => None,
-        };
-        let pages = || {
-            let (metrics, router, page) = (metrics.clone(), router.clone(), page.clone());
-            admin::Routes::new().with_metrics_at(&["/metrics"], move || {
-                metrics
-                    .tunnel_ready
-                    .set(f64::from(u8::from(router.is_ready())));
-                metrics.set_peers(&router.tunnels());
-                page.render()
-            })
-        };
+        let pages = || metrics_page(&router, &metrics);
+        let not_ready = readiness(router.clone(), drain.clone(), config.ready_without_agents);
         let health = pages().with_healthz().with_server_readyz(not_ready);
-        let admin_routes = match &self.admin {
+        let admin = match &self.admin {
             admin::AdminSocket::Plain(_) => pages(),
             _ => pages::add(pages(), &switcher),
         };
@@ -390,7 +334,7 @@ impl Bound {
         }
         let serve = admin::serve(self.health, health, shutdown.clone());
         spawn_essential(&tasks, "health", &shutdown, serve);
-        let serve = admin::serve(self.admin, admin_routes, shutdown.clone());
+        let serve = admin::serve(self.admin, admin, shutdown.clone());
         spawn_essential(&tasks, "admin", &shutdown, serve);
         drain.cancelled().await;
         announce.send_modify(|announced| announced.draining = true);
@@ -402,6 +346,91 @@ impl Bound {
     }
 }
 
+/// Returns the limits for agents. The memory limit can be lower than `--max-agents`.
+fn agent_limits(config: &Config) -> AgentLimits {
+    let agents = most_agents(config.limits.agents, memory_limit());
+    if config.limits.agents.is_none_or(|flag| agents < flag) && agents != usize::MAX {
+        info!(
+            agents,
+            "the memory limit bounds the number of agents, below --max-agents"
+        );
+    }
+    AgentLimits {
+        agents,
+        connections: config.limits.connections_per_agent.unwrap_or(usize::MAX),
+    }
+}
+
+/// Returns the limits for the connections in each agent's streams.
+fn stream_limits(config: &Config, metrics: &ServerMetrics) -> Limits {
+    Limits {
+        connection_bytes: connection_bytes(config.xfr_channel_size),
+        stall: config.stall_timeout,
+        excess: OverflowBudget::new(
+            config.excess_buffer_bytes,
+            metrics.streams.excess_bytes.clone(),
+            metrics
+                .full_receive_channels
+                .get(ServiceMethod::Connect)
+                .clone(),
+        ),
+    }
+}
+
+/// Returns a function that returns the reason why the server is not ready; `None` if the server is ready.
+fn readiness(
+    router: Arc<Router>,
+    drain: CancellationToken,
+    ready_without_agents: bool,
+) -> impl Fn() -> Option<&'static str> {
+    move || {
+        if drain.is_cancelled() {
+            Some(DRAINING)
+        } else if ready_without_agents || router.is_ready() {
+            None
+        } else {
+            Some(NOT_READY)
+        }
+    }
+}
+
+/// Returns the page `/metrics`.
+fn metrics_page(router: &Arc<Router>, metrics: &Arc<ServerMetrics>) -> admin::Routes {
+    let (router, metrics) = (router.clone(), metrics.clone());
+    admin::Routes::new().with_metrics_at(&["/metrics"], move || {
+        metrics
+            .tunnel_ready
+            .set(f64::from(u8::from(router.is_ready())));
+        metrics.set_peers(&router.tunnels());
+        metrics.registry().render()
+    })
+}
+
+/// Opens the admin listener, with TLS if the configuration has certificates for it. Returns the listener's address, too.
+async fn bind_admin(
+    config: &Config,
+    reloader: &mut Reloader,
+    metrics: &Arc<ServerMetrics>,
+) -> anyhow::Result<(SocketAddr, admin::AdminSocket)> {
+    let flags = ["--admin-bind-address", "--admin-port"];
+    let listener = admin::bind(&config.admin.host, config.admin.port, flags).await?;
+    let address = listener.local_addr()?;
+    let Some(paths) = &config.admin_tls else {
+        return Ok((address, admin::AdminSocket::Plain(listener)));
+    };
+    let (files, alpn) = (Files::Admin, b"http/1.1");
+    let flags = "--admin-cert and --admin-key";
+    let tls = credentials::mutual_tls(reloader, files, paths, alpn, &config.tls, flags).await?;
+    let counted = metrics.clone();
+    let on_refused = move |peer: SocketAddr, error: &io::Error| {
+        let kind = metrics::Listener::Admin;
+        listener::handshake_failed(&counted, kind, &peer.to_string(), error);
+    };
+    let socket = admin::AdminSocket::Tls(listener, tls, Arc::new(on_refused));
+    Ok((address, socket))
+}
+
+/// Opens the listener of the front end.
 async fn bind_frontend(
     config: &Config,
     reloader: &mut Reloader,

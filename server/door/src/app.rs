@@ -4,6 +4,7 @@ use std::net::{SocketAddr, UdpSocket};
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use anyhow::Context as _;
 use culvert_host::admin::{self, BindError};
@@ -224,87 +225,120 @@ impl Bound {
         let reload = self.reloader.run(stop.clone());
         spawn_essential(&upkeep, "reload", &stop, reload);
 
-        let keepalive = front.limits.downstream_keepalive;
         if let Some(listener) = self.sni {
-            let (own, until) = (front.clone(), closing.clone());
-            let accept = move |listener| {
-                let front = own.clone();
-                let connection = move |stream, peer| front.clone().serve_sni(stream, peer);
-                let listener = Listener::tcp(listener, &keepalive);
-                let (front, until) = (own.clone(), until.clone());
-                let (seat, entrance) = (Shards::seat_nearby, Entrance::Sni);
-                let accept = front.accept(listener, until.clone(), seat, entrance, connection);
-                essential("server names", until, accept)
-            };
-            // All threads wait on the same listening socket, and the first thread to wake up accepts and
-            // usually serves the connection. Most connections to this listener are short; a hand-over to
-            // another thread would be an eighth of the cost of such a connection.
-            for shard in front.shards.ids().skip(1) {
-                let (shared, accept) = (listener.as_fd().try_clone_to_owned(), accept.clone());
-                front.shards.spawn(shard, &accepting, async move {
-                    match shared.and_then(|shared| TcpListener::from_std(shared.into())) {
-                        Ok(listener) => accept(listener).await,
-                        Err(error) => warn!(%error, "a thread cannot accept connections; the other threads continue"),
-                    }
-                });
-            }
-            accepting.spawn(accept(listener));
+            serve_sni(&front, listener, &accepting);
         }
-        quic::check_buffers(&self.quic);
-        let parts = self.quic.len();
-        let drain = quic::Drain::of(parts);
-        for (shard, socket) in front.shards.ids().zip(self.quic) {
-            let serve = quic::serve(front.clone(), socket, parts, drain.clone(), closing.clone());
-            front.shards.spawn(shard, &accepting, serve);
-        }
+        serve_quic(&front, self.quic, &accepting);
         if let (Some((listener, tls)), Some(tunneling)) = (self.tunneling, self.config.tunneling) {
-            let memory = memory_limit();
-            let connect = Arc::new(ConnectListener {
-                front: front.clone(),
-                tls,
-                require_tls: tunneling.require_tls,
-                allowed: tunneling.allowed,
-                requests: Admission::new(front::ADMISSION),
-                sessions: connect::sessions(memory, &front.metrics),
-                unread: connect::unread(memory),
-            });
+            let connect = connect_listener(&front, tls, tunneling);
             let bound = connect.sessions.clone().bound_uploads(stop.clone());
             spawn_essential(&upkeep, "uploads", &stop, bound);
-            let (front, until) = (front.clone(), closing.clone());
-            let listener = Listener::tcp(listener, &keepalive);
-            let connection = move |stream, peer| connect.clone().serve(stream, peer);
-            let (seat, entrance) = (Shards::seat, Entrance::Tunneling);
-            let accept = front.accept(listener, until.clone(), seat, entrance, connection);
-            spawn_essential(&accepting, "CONNECT", &until, accept);
+            serve_connect(connect, listener, &accepting);
         }
 
         shutdown.cancelled().await;
-        front.metrics.draining.store(true, Ordering::Relaxed);
-        info!(open = front.tasks.len(), "draining");
-        let cut_at = Instant::now() + self.config.drain_timeout;
-        sleep(self.config.drain_delay.min(self.config.drain_timeout)).await;
-        closing.cancel();
-        accepting.close();
-        front.tasks.close();
-        let drained = async {
-            // A connection accepted shortly before is drained as well.
-            accepting.wait().await;
-            front.tasks.wait().await;
-        };
-        let is_over = timeout_at(cut_at, drained).await.is_ok();
-        if !is_over && !front.tasks.is_empty() {
-            warn!(
-                open = front.tasks.len(),
-                "cutting the remaining connections"
-            );
-        }
-        front.cut.cancel();
-        front.tasks.wait().await;
-        accepting.wait().await;
+        let (delay, timeout) = (self.config.drain_delay, self.config.drain_timeout);
+        drain(&front, &accepting, delay, timeout).await;
         stop.cancel();
         upkeep.close();
         upkeep.wait().await;
     }
+}
+
+/// Accepts TLS connections, routed by server name, on all threads.
+fn serve_sni(front: &Arc<Front>, listener: TcpListener, accepting: &TaskTracker) {
+    let (own, until) = (front.clone(), front.closing.clone());
+    let accept = move |listener| {
+        let front = own.clone();
+        let connection = move |stream, peer| front.clone().serve_sni(stream, peer);
+        let listener = Listener::tcp(listener, &own.limits.downstream_keepalive);
+        let (front, until) = (own.clone(), until.clone());
+        let (seat, entrance) = (Shards::seat_nearby, Entrance::Sni);
+        let accept = front.accept(listener, until.clone(), seat, entrance, connection);
+        essential("server names", until, accept)
+    };
+    // All threads wait on the same listening socket, and the first thread to wake up accepts and usually serves the
+    // connection. Most connections to this listener are short; a hand-over to another thread would be an eighth of the cost
+    // of such a connection.
+    for shard in front.shards.ids().skip(1) {
+        let (shared, accept) = (listener.as_fd().try_clone_to_owned(), accept.clone());
+        front.shards.spawn(shard, accepting, async move {
+            match shared.and_then(|shared| TcpListener::from_std(shared.into())) {
+                Ok(listener) => accept(listener).await,
+                Err(error) => {
+                    warn!(%error, "a thread cannot accept connections; the other threads continue")
+                }
+            }
+        });
+    }
+    accepting.spawn(accept(listener));
+}
+
+/// Serves each UDP socket on a thread of its own.
+fn serve_quic(front: &Arc<Front>, sockets: Vec<UdpSocket>, accepting: &TaskTracker) {
+    quic::check_buffers(&sockets);
+    let parts = sockets.len();
+    let drain = quic::Drain::of(parts);
+    for (shard, socket) in front.shards.ids().zip(sockets) {
+        let until = front.closing.clone();
+        let serve = quic::serve(front.clone(), socket, parts, drain.clone(), until);
+        front.shards.spawn(shard, accepting, serve);
+    }
+}
+
+/// Returns the shared state of the connections of the CONNECT listener.
+fn connect_listener(
+    front: &Arc<Front>,
+    tls: Option<ServerTls>,
+    tunneling: Tunneling,
+) -> Arc<ConnectListener> {
+    let memory = memory_limit();
+    Arc::new(ConnectListener {
+        front: front.clone(),
+        tls,
+        require_tls: tunneling.require_tls,
+        allowed: tunneling.allowed,
+        requests: Admission::new(front::ADMISSION),
+        sessions: connect::sessions(memory, &front.metrics),
+        unread: connect::unread(memory),
+    })
+}
+
+/// Accepts connections with CONNECT requests.
+fn serve_connect(connect: Arc<ConnectListener>, listener: TcpListener, accepting: &TaskTracker) {
+    let (front, until) = (connect.front.clone(), connect.front.closing.clone());
+    let listener = Listener::tcp(listener, &front.limits.downstream_keepalive);
+    let connection = move |stream, peer| connect.clone().serve(stream, peer);
+    let (seat, entrance) = (Shards::seat, Entrance::Tunneling);
+    let accept = front.accept(listener, until.clone(), seat, entrance, connection);
+    spawn_essential(accepting, "CONNECT", &until, accept);
+}
+
+/// Accepts connections for `delay`, then waits for connections to end, until `timeout` has passed since the start. Cuts the
+/// remaining connections.
+async fn drain(front: &Front, accepting: &TaskTracker, delay: Duration, timeout: Duration) {
+    front.metrics.draining.store(true, Ordering::Relaxed);
+    info!(open = front.tasks.len(), "draining");
+    let cut_at = Instant::now() + timeout;
+    sleep(delay.min(timeout)).await;
+    front.closing.cancel();
+    accepting.close();
+    front.tasks.close();
+    let drained = async {
+        // A connection accepted shortly before is drained as well.
+        accepting.wait().await;
+        front.tasks.wait().await;
+    };
+    let is_over = timeout_at(cut_at, drained).await.is_ok();
+    if !is_over && !front.tasks.is_empty() {
+        warn!(
+            open = front.tasks.len(),
+            "cutting the remaining connections"
+        );
+    }
+    front.cut.cancel();
+    front.tasks.wait().await;
+    accepting.wait().await;
 }
 
 /// Binds a TCP listener. Errors name `--bind-address`, or the flag of the port.

@@ -118,7 +118,27 @@ impl Shared {
     }
 }
 
+/// Returns the limits of an HTTP/2 connection.
+fn taker_limits() -> TakerLimits {
+    TakerLimits {
+        held_bytes: TAKER_HELD_BYTES,
+        streams: MAX_STREAMS,
+        send_bytes: SEND_BYTES,
+        error_resets: Some(ERROR_RESETS),
+        reset_streams: RESET_STREAMS,
+        reset_time: RESET_TIME,
+        frame_bytes: FRAME_BYTES,
+        small_frames: SMALL_FRAMES,
+        header_bytes: HEADER_BYTES,
+        read_quota: Some(READ_QUOTA),
+        unaccepted_resets: UNACCEPTED_RESETS,
+        pings: Pings::default(),
+        confirm_time: Some(CONFIRM_TIME),
+    }
+}
+
 impl ConnectListener {
+    /// Serves the streams of an HTTP/2 connection until the connection ends.
     pub(super) async fn http2<S>(
         self: Arc<Self>,
         stream: S,
@@ -135,21 +155,7 @@ impl ConnectListener {
         let inbound = inbound.within(session.uploads());
         let inbound = inbound.pacing_resets(PACED_RESETS, RESET_TIME);
         let inbound = Arc::new(inbound.limiting_undecided(UNDECIDED));
-        let limits = TakerLimits {
-            held_bytes: TAKER_HELD_BYTES,
-            streams: MAX_STREAMS,
-            send_bytes: SEND_BYTES,
-            error_resets: Some(ERROR_RESETS),
-            reset_streams: RESET_STREAMS,
-            reset_time: RESET_TIME,
-            frame_bytes: FRAME_BYTES,
-            small_frames: SMALL_FRAMES,
-            header_bytes: HEADER_BYTES,
-            read_quota: Some(READ_QUOTA),
-            unaccepted_resets: UNACCEPTED_RESETS,
-            pings: Pings::default(),
-            confirm_time: Some(CONFIRM_TIME),
-        };
+        let limits = taker_limits();
         // Boxed, so that an open connection does not occupy the memory of its handshake.
         let taker = Box::pin(Taker::new(stream, inbound.clone(), limits));
         let mut taker = match taker.await {
@@ -234,19 +240,21 @@ impl ConnectListener {
                     }
                     return;
                 }
-                Err(error) if error.contains(TOO_MANY_ERRORS) => {
-                    return self.refuse(Refusal::Flood, peer, &error);
-                }
-                Err(error) if error.contains(UNCONFIRMED) => {
-                    warn!(%peer, error, "HTTP/2 connection ended");
-                    let metrics = &self.front.metrics;
-                    return metrics.refused(Entrance::Tunneling, Refusal::BufferExceeded);
-                }
-                Err(error) => {
-                    debug!(%peer, error, "an HTTP/2 connection failed");
-                    return;
-                }
+                Err(error) => return self.failed(peer, &error),
             }
+        }
+    }
+
+    /// Logs and counts a failed HTTP/2 connection.
+    fn failed(&self, peer: Origin, error: &str) {
+        if error.contains(TOO_MANY_ERRORS) {
+            self.refuse(Refusal::Flood, peer, error);
+        } else if error.contains(UNCONFIRMED) {
+            warn!(%peer, error, "HTTP/2 connection ended");
+            let metrics = &self.front.metrics;
+            metrics.refused(Entrance::Tunneling, Refusal::BufferExceeded);
+        } else {
+            debug!(%peer, error, "an HTTP/2 connection failed");
         }
     }
 

@@ -14,7 +14,7 @@ use culvert_openvpn::control::push::build;
 use culvert_openvpn::firewall::Firewall;
 use culvert_openvpn::forward::{Forward, Stats, Verdict};
 use culvert_openvpn::options::Transport;
-use culvert_openvpn::peer_info::Protocol;
+use culvert_openvpn::peer_info::{PeerInfo, Protocol};
 use culvert_openvpn::routes::PeerId;
 use culvert_openvpn::session::Authenticated;
 use culvert_openvpn_io::metrics::{DropReason, Growth};
@@ -176,33 +176,8 @@ impl Clients {
         transport: Transport,
         kick: CancellationToken,
     ) -> Result<Admission, Refused> {
-        let (rules, max_clients) = (&self.settings.server, self.settings.max_clients);
-        // A client stops trying for a long time, or forever, after a plain AUTH_FAILED.
-        let later = |reason: String, told: &str| {
-            let protocol = client.peer_info.protocol;
-            let told = match protocol.has(Protocol::AUTH_FAIL_TEMP) {
-                true => format!("TEMP:{told}"),
-                false => told.to_owned(),
-            };
-            Refused { reason, told }
-        };
         let name = client.identity.common_name.clone();
-        let file = file.map_err(|error| {
-            let why = format!("the client's file in client-config-dir cannot be read: {error}");
-            later(why, "the server cannot read its files")
-        })?;
-        if rules.ccd_exclusive && file.is_none() {
-            let reason = "the client has no file in client-config-dir, and ccd-exclusive is set";
-            return Err(Refused::because(reason));
-        }
-        let file = file.unwrap_or_default();
-        for problem in &file.problems {
-            warn!(client = name, "{problem}; the line has no effect");
-        }
-        if file.disabled {
-            let reason = "the client's file in client-config-dir contains `disable`";
-            return Err(Refused::because(reason));
-        }
+        let file = self.permitted(client, file)?;
         let mut push = push::for_client(&self.settings, &file, transport);
         if let Err(error) = build(&push) {
             let reason = format!("{error}; check --openvpn-push and the client's file");
@@ -210,13 +185,15 @@ impl Clients {
         }
         let mut state = self.state.lock();
         let state = &mut *state;
-        let others = |client: &&Client| !rules.duplicate_cn && client.name == name;
+        let duplicate_cn = self.settings.server.duplicate_cn;
+        let others = |client: &&Client| !duplicate_cn && client.name == name;
         let replaced = state.clients.values().filter(others).count();
+        let max_clients = self.settings.max_clients;
         if state.clients.len() - replaced >= max_clients {
             let reason = format!(
                 "the limit of {max_clients} clients is reached; raise --openvpn-max-clients"
             );
-            return Err(later(reason, "too many clients"));
+            return Err(Refused::for_now(client, reason, "too many clients"));
         }
         // Replaced clients still have their addresses for a moment.
         let replaced = || state.clients.values().rev().filter(others);
@@ -243,7 +220,8 @@ impl Clients {
             }),
             None => dynamic(),
         };
-        let lease = lease.map_err(|error| later(error.to_string(), "no address is free"))?;
+        let lease = lease
+            .map_err(|error| Refused::for_now(client, error.to_string(), "no address is free"))?;
         // No refusal follows: a refused client must not end another client.
         for other in state.clients.values().filter(others) {
             warn!(
@@ -260,18 +238,12 @@ impl Clients {
         let id = PeerId(state.last);
         let address = lease.address;
         push.extend(lease.push());
-        let info = &client.peer_info;
-        let program = match (&info.version, &info.program) {
-            (Some(version), _) => format!("OpenVPN {version}"),
-            (None, Some(program)) => program.clone(),
-            (None, None) => "OpenVPN".to_owned(),
-        };
         let silence = Arc::new(Silence::new(self.server(), address));
         let entry = Client {
             name: name.clone(),
             remote,
             transport,
-            program,
+            program: program(&client.peer_info),
             iroutes: file.iroutes.clone(),
             lease,
             ping: push::ping(&push),
@@ -290,6 +262,35 @@ impl Clients {
             silence,
             clients: self.clone(),
         })
+    }
+
+    /// Returns what a client's file contains, if the rules of client-config-dir permit the client.
+    ///
+    /// # Errors
+    /// Fails if the client is refused.
+    fn permitted(
+        &self,
+        client: &Authenticated,
+        file: Result<Option<ClientConfig>, String>,
+    ) -> Result<ClientConfig, Refused> {
+        let file = file.map_err(|error| {
+            let why = format!("the client's file in client-config-dir cannot be read: {error}");
+            Refused::for_now(client, why, "the server cannot read its files")
+        })?;
+        if self.settings.server.ccd_exclusive && file.is_none() {
+            let reason = "the client has no file in client-config-dir, and ccd-exclusive is set";
+            return Err(Refused::because(reason));
+        }
+        let file = file.unwrap_or_default();
+        for problem in &file.problems {
+            let name = &client.identity.common_name;
+            warn!(client = name, "{problem}; the line has no effect");
+        }
+        if file.disabled {
+            let reason = "the client's file in client-config-dir contains `disable`";
+            return Err(Refused::because(reason));
+        }
+        Ok(file)
     }
 
     /// Forwards a packet to its destination, if the flows of its sender did not accept the packet. Returns
@@ -442,6 +443,25 @@ impl Refused {
             reason: reason.to_owned(),
             told: String::new(),
         }
+    }
+
+    /// Returns a refusal that may not last. A client stops trying for a long time, or forever, after a plain AUTH_FAILED.
+    fn for_now(client: &Authenticated, reason: String, told: &str) -> Self {
+        let protocol = client.peer_info.protocol;
+        let told = match protocol.has(Protocol::AUTH_FAIL_TEMP) {
+            true => format!("TEMP:{told}"),
+            false => told.to_owned(),
+        };
+        Self { reason, told }
+    }
+}
+
+/// Returns the name of a client's program.
+fn program(info: &PeerInfo) -> String {
+    match (&info.version, &info.program) {
+        (Some(version), _) => format!("OpenVPN {version}"),
+        (None, Some(program)) => program.clone(),
+        (None, None) => "OpenVPN".to_owned(),
     }
 }
 
