@@ -172,6 +172,8 @@ impl Election {
     /// lease. The leadership ends with this call.
     pub fn release(&mut self, wall: &MicroTime) -> Option<Lease> {
         self.renewed = None;
+        // The caller's write changes the lease, and its outcome is not reported.
+        self.current = false;
         if self.holder() != self.identity {
             return None;
         }

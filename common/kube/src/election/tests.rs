@@ -268,8 +268,14 @@ fn only_the_holder_releases_the_lease() {
     assert_eq!(spec.lease_duration_seconds, Some(1));
     assert_eq!(election.leads_until(), None);
     let mut next = candidate("next", now);
-    next.read(now, Some(released));
+    next.read(now, Some(released.clone()));
     writes(&mut next, now);
+    // The released lease exists, so its former holder must not create it.
+    let later = now + Times::default().retry_period;
+    assert_eq!(election.next(later, &wall(202)), Action::Read);
+    election.read(later, Some(released));
+    let claimed = writes(&mut election, later);
+    assert_eq!(claimed.metadata.resource_version.as_deref(), Some("1"));
 
     let mut election = candidate("me", now);
     assert!(!election.may_hold());
