@@ -303,7 +303,7 @@ impl Bound {
             let serve = accept::serve_quic(quic.endpoint, context, agents, shards.clone());
             spawn_essential(&tasks, "QUIC links", &shutdown, serve);
         }
-        let agents = accept::serve_agents(self.agent, agent_context, agents, shards);
+        let agents = accept::serve_agents(self.agent, agent_context, agents, shards.clone());
         spawn_essential(&tasks, "agents", &shutdown, agents);
         if let Some(leases) = self.leases {
             // The drain gives the lease up, so that agents do not count this server anymore.
@@ -343,6 +343,8 @@ impl Bound {
         shutdown.cancel();
         tasks.close();
         tasks.wait().await;
+        // The threads end with the last reference: until here, their tasks deliver the last bytes of connections.
+        drop(shards);
     }
 }
 

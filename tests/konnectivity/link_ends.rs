@@ -73,11 +73,14 @@ async fn stop_server_in_bulk(mut topology: Topology, services: &Services) {
     let bulk = Bulk::start(&topology, services).await;
     let started = Instant::now();
     topology.server(0).signal(Signal::TERM);
-    agent_shows(&topology, "open_server_connections", &[], 0.0).await;
-    agent_shows(&topology, "open_endpoint_connections", &[], 0.0).await;
-    println!("the agent knows after {:?}", started.elapsed());
-    assert!(started.elapsed() < PROMPT, "{:?}", started.elapsed());
-    assert_no_break(&topology.agent_metrics(0).await);
+    for agent in 0..topology.agent_count() {
+        for name in ["open_server_connections", "open_endpoint_connections"] {
+            agent_at_shows(&topology, agent, name, &[], 0.0).await;
+        }
+        println!("agent {agent} knows after {:?}", started.elapsed());
+        assert!(started.elapsed() < PROMPT, "{:?}", started.elapsed());
+        assert_no_break(&topology.agent_metrics(agent).await);
+    }
     let status = topology.server(0).wait_exit(LIMIT).await;
     assert!(status.success(), "{status}");
     bulk.ended().await;
@@ -105,6 +108,30 @@ async fn server_that_stops_in_the_middle_of_bulk_ends_its_links() {
     let services = Services::start().await.unwrap();
     let (topology, _balancer) = start(1, &["--graceful-shutdown-timeout=0"], &[]).await;
     stop_server_in_bulk(topology, &services).await;
+}
+
+/// The server serves each agent on a thread of its own.
+#[tokio::test]
+async fn server_that_stops_ends_the_links_of_all_threads() {
+    let services = Services::start().await.unwrap();
+    let args = ["--graceful-shutdown-timeout=0", "--worker-threads=2"];
+    let (mut topology, balancer) = start(1, &args, &[]).await;
+    let port = format!("--proxy-server-port={}", balancer.addr().port());
+    topology.add_agent(Executable::Ours, &[&port, GRACE]).await;
+    topology.wait_for_agents().await;
+    let bulk = [
+        Bulk::start(&topology, &services).await,
+        Bulk::start(&topology, &services).await,
+    ];
+    for agent in 0..2 {
+        let metrics = topology.agent_metrics(agent).await;
+        let name = agent_name("open_endpoint_connections");
+        assert!(value(&metrics, &name, &[]) > 0.0, "agent {agent}");
+    }
+    stop_server_in_bulk(topology, &services).await;
+    for bulk in bulk {
+        bulk.ended().await;
+    }
 }
 
 #[tokio::test]

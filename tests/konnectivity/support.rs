@@ -97,12 +97,23 @@ pub(crate) async fn agent_shows(
     labels: &[(&str, &str)],
     expected: f64,
 ) {
+    agent_at_shows(topology, 0, name, labels, expected).await;
+}
+
+/// Waits until a metric value of an agent is `expected`.
+pub(crate) async fn agent_at_shows(
+    topology: &Topology,
+    agent: usize,
+    name: &str,
+    labels: &[(&str, &str)],
+    expected: f64,
+) {
     let name = agent_name(name);
     eventually(
-        &format!("{name}{labels:?} is {expected}"),
+        &format!("{name}{labels:?} of agent {agent} is {expected}"),
         LIMIT,
         async || {
-            let shown = value(&topology.agent_metrics(0).await, &name, labels);
+            let shown = value(&topology.agent_metrics(agent).await, &name, labels);
             (shown == expected)
                 .then_some(())
                 .ok_or_else(|| shown.to_string())
