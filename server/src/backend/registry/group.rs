@@ -1,6 +1,6 @@
 //! A group of agents that can serve the same dials.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use culvert_host::runtime::shards::ShardId;
@@ -14,6 +14,10 @@ use crate::tunnel::Health;
 /// agent (Mitzenmacher, "The power of two choices", 2001); with four, an agent on the calling thread is rarely missed.
 const CHOICES: usize = 4;
 
+/// Number of connections of an agent that count for the choice of a shard, the oldest first. An agent has one connection, and
+/// some more after its link broke or while it looks for servers.
+const OF_ONE_AGENT: usize = 16;
+
 /// Agents, each with its connections.
 #[derive(Default)]
 pub(super) struct Group {
@@ -22,9 +26,9 @@ pub(super) struct Group {
     positions: HashMap<String, usize>,
 }
 
-/// The connections of one agent id, the oldest first. Never empty.
+/// The connections of one agent id, by serial: the oldest first. Never empty.
 struct Member {
-    entries: Vec<Arc<Entry>>,
+    entries: BTreeMap<u64, Arc<Entry>>,
 }
 
 /// Conditions for the candidates of a choice.
@@ -57,11 +61,14 @@ impl Group {
     pub(super) fn add(&mut self, entry: Arc<Entry>) {
         let id = &entry.agent.hello().agent_id;
         let known = self.positions.get(id).copied();
+        let serial = entry.agent.serial();
         match known.and_then(|at| self.members.get_mut(at)) {
-            Some(member) => member.entries.push(entry),
+            Some(member) => {
+                member.entries.insert(serial, entry);
+            }
             None => {
                 self.positions.insert(id.clone(), self.members.len());
-                let entries = vec![entry];
+                let entries = BTreeMap::from([(serial, entry)]);
                 self.members.push(Member { entries });
             }
         }
@@ -76,10 +83,7 @@ impl Group {
         let Some(member) = self.members.get_mut(at) else {
             return;
         };
-        let serial = entry.agent.serial();
-        member
-            .entries
-            .retain(|entry| entry.agent.serial() != serial);
+        member.entries.remove(&entry.agent.serial());
         if !member.entries.is_empty() {
             return;
         }
@@ -88,7 +92,7 @@ impl Group {
         let moved = self
             .members
             .get(at)
-            .and_then(|member| member.entries.first());
+            .and_then(|member| member.entries.values().next());
         if let Some(moved) = moved {
             let id = moved.agent.hello().agent_id.clone();
             self.positions.insert(id, at);
@@ -101,15 +105,16 @@ impl Group {
         if self.members.len() > CHOICES {
             return None;
         }
-        let healthy = self
-            .entries()
-            .filter(|entry| entry.agent.health() == Health::Healthy);
+        let members = self.members.iter();
+        let entries = members.flat_map(|member| member.entries.values().take(OF_ONE_AGENT));
+        let healthy = entries.filter(|entry| entry.agent.health() == Health::Healthy);
         let shards: Vec<ShardId> = healthy.filter_map(|entry| entry.shard).collect();
         (!shards.is_empty()).then_some(shards)
     }
 
     pub(super) fn entries(&self) -> impl Iterator<Item = &Arc<Entry>> {
-        self.members.iter().flat_map(|member| &member.entries)
+        let members = self.members.iter();
+        members.flat_map(|member| member.entries.values())
     }
 
     /// Returns true if an agent may take dials: agents that are gone may return, but no dial waits for them.
@@ -151,12 +156,13 @@ impl Group {
         }
         let picks: [usize; CHOICES] = sample_array(&mut rand::rng(), self.members.len())?;
         let mut picks = picks.map(|at| {
-            let entry = self.members.get(at).and_then(|member| {
-                let [only] = member.entries.as_slice() else {
-                    return Some(member.candidate(conditions)?.1);
-                };
-                Some(only)
-            });
+            let entry = self
+                .members
+                .get(at)
+                .and_then(|member| match member.entries.len() {
+                    1 => member.entries.values().next(),
+                    _ => Some(member.candidate(conditions)?.1),
+                });
             (entry.map(|entry| Preference::of(entry, conditions)), at)
         });
         picks.sort_unstable();
@@ -186,13 +192,22 @@ impl Member {
     /// Returns the agent's best connection, and its rank: of equal connections, the oldest.
     fn candidate(&self, conditions: &Conditions<'_>) -> Option<(Rank, &Arc<Entry>)> {
         let Conditions { tried, limit, .. } = *conditions;
-        let entries = self.entries.iter();
+        let entries = self.entries.values();
         let usable = entries.filter(|entry| {
             let is_new = !tried.contains(&entry.agent.serial());
             is_new && entry.load.get() < limit && !entry.agent.is_gone()
         });
-        usable
-            .map(|entry| (entry.agent.rank(), entry))
-            .min_by_key(|(rank, _)| *rank)
+        let mut best = None;
+        for entry in usable {
+            let rank = entry.agent.rank();
+            if best.is_none_or(|(known, _)| rank < known) {
+                best = Some((rank, entry));
+            }
+            // No rank is better, and an agent may have thousands of connections.
+            if rank.health() == Health::Healthy {
+                break;
+            }
+        }
+        best
     }
 }
