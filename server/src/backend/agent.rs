@@ -24,7 +24,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
 use self::connection::{Guard, Pending, Slot};
-use crate::backend::dial::{StreamDialError, next_serial};
+use crate::backend::dial::{StreamDialError, cut, next_serial};
 use crate::metrics::{DialFailureReason, ServerMetrics};
 
 pub(crate) use self::connection::{Cut, FromAgent, ToAgent};
@@ -229,7 +229,7 @@ impl AgentStream {
             }
             Effect::Refused(slot, error) => {
                 self.dial_failure(DialFailureReason::ErrorResponse);
-                slot.resolve(Err(StreamDialError::Refused(error)));
+                slot.resolve(Err(StreamDialError::refused(error)));
             }
             Effect::Abandoned(slot) => {
                 self.dial_failure(DialFailureReason::BackendClose);
@@ -243,7 +243,7 @@ impl AgentStream {
             Effect::HalfClosed(slot) => slot.half_close(),
             Effect::Closed(slot, error) => {
                 if !error.is_empty() {
-                    debug!(error, "the agent closed a connection");
+                    debug!(error = cut(error), "the agent closed a connection");
                 }
                 slot.close(CloseReason::EndpointClosed);
             }

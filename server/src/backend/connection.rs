@@ -216,8 +216,14 @@ impl ToEndpoint {
     pub fn end(self, reason: CloseReason, tasks: &TaskTracker) {
         match self {
             Self::Packet(sink) => sink.end(tasks),
-            Self::Native(sink) => sink.close().end(reason, tasks),
-            Self::Quic(sink) => sink.close().end(reason, tasks),
+            Self::Native(sink) => {
+                let (sink, in_use) = sink.close();
+                sink.end_holding(in_use, reason, tasks);
+            }
+            Self::Quic(sink) => {
+                let (sink, in_use) = sink.close();
+                sink.end_holding(in_use, reason, tasks);
+            }
             Self::Flow(sink) => sink.end(reason),
         }
     }

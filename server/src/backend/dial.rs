@@ -22,7 +22,7 @@ const MAX_ATTEMPTS: usize = 3;
 /// Reason for a failed dial on a stream.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StreamDialError {
-    /// The agent could not reach the endpoint; the text is the agent's, verbatim.
+    /// The agent could not reach the endpoint; the text is the agent's, see [`StreamDialError::refused`].
     #[error("{0}")]
     Refused(String),
     /// The agent abandoned the dial.
@@ -40,6 +40,27 @@ pub enum StreamDialError {
     /// The agent did not answer before the deadline.
     #[error("timed out waiting for backend dial")]
     TimedOut,
+}
+
+/// Longest text of an agent for clients and the log, in bytes. An agent may send 4 MiB.
+const MAX_TEXT_BYTES: usize = 1024;
+
+/// Cuts a long text of an agent.
+pub(super) fn cut(mut text: String) -> String {
+    let kept = text.floor_char_boundary(MAX_TEXT_BYTES);
+    let rest = text.len() - kept;
+    if rest > 0 {
+        text.truncate(kept);
+        text.push_str(&format!("... ({rest} more bytes)"));
+    }
+    text
+}
+
+impl StreamDialError {
+    /// Returns the error for an agent's text. A long text is cut.
+    pub fn refused(text: String) -> Self {
+        Self::Refused(cut(text))
+    }
 }
 
 /// Reason why no tunnel could open a connection.
@@ -191,6 +212,15 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
+
+    #[test]
+    fn long_text_of_an_agent_is_cut_between_characters() {
+        assert_eq!(cut("no route".to_owned()), "no route");
+        // Each character has three bytes.
+        let long = cut("€".repeat(1000));
+        let expected = format!("{}... (1977 more bytes)", "€".repeat(341));
+        assert_eq!(long, expected);
+    }
 
     #[test]
     fn slow_peers_are_limited_and_lost_peers_do_not_count() {

@@ -422,7 +422,7 @@ impl NativeAgent {
         self.count(Segment::FromAgent, PacketType::DialRsp);
         if answer.status() != StatusCode::OK {
             self.dial_failure(DialFailureReason::ErrorResponse);
-            return Err(StreamDialError::Refused(message::error_text(&answer)));
+            return Err(StreamDialError::refused(message::error_text(&answer)));
         }
         let inbound = self.inbound.clone();
         let halves = halves(send, answer.into_body(), inbound, CloseReason::AgentLost);

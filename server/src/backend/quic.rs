@@ -84,7 +84,7 @@ async fn over_quic(
             agent.count(Segment::FromAgent, PacketType::DialRsp);
             count(QuicDial::Failed);
             agent.dial_failure(DialFailureReason::ErrorResponse);
-            Some(Err(StreamDialError::Refused(text)))
+            Some(Err(StreamDialError::refused(text)))
         }
     }
 }

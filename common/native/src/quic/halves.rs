@@ -316,17 +316,27 @@ impl QuicSink {
 
     /// Ends the connection and reports `reason` to the peer. Bytes sent earlier still reach the peer, if the peer reads
     /// them within ten minutes; otherwise the peer sees [`CloseReason::Stalled`].
-    pub fn end(mut self, reason: CloseReason, tasks: &TaskTracker) {
+    pub fn end(self, reason: CloseReason, tasks: &TaskTracker) {
+        self.end_holding((), reason, tasks);
+    }
+
+    /// Ends the connection like [`end`](Self::end), and drops `held` once the peer has the bytes.
+    pub fn end_holding<H: Send + 'static>(
+        mut self,
+        held: H,
+        reason: CloseReason,
+        tasks: &TaskTracker,
+    ) {
         self.state.end_with(code(reason));
         let Some(mut stream) = self.stream.take() else {
             return;
         };
         // A link may close once it has no open stream, so the stream stays open until the peer has its bytes.
-        let state = self.state.clone();
+        let held = (self.state.clone(), held);
         if self.finished {
             tasks.spawn(async move {
                 let _ = timeout(REST_LIMIT, stream.stopped()).await;
-                drop(state);
+                drop(held);
             });
             return;
         }
@@ -344,7 +354,7 @@ impl QuicSink {
             let read = timeout(REST_LIMIT, stream.stopped()).await;
             let reason = read.map_or(CloseReason::Stalled, |_| reason);
             let _ = stream.reset(code(reason));
-            drop(state);
+            drop(held);
         });
     }
 

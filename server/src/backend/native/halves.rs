@@ -97,11 +97,12 @@ impl<K> ToAgent<K> {
         &self.life.agent.hello.agent_id
     }
 
-    /// Counts the end of the connection. Returns the sink, which reports the reason to the agent.
-    pub fn close(self) -> K {
+    /// Counts the end of the connection. Returns the sink, which reports the reason to the agent, and the use of the agent
+    /// connection, which must last until the agent has the sink's bytes.
+    pub(crate) fn close(self) -> (K, Use) {
         let agent = &self.life.agent;
         agent.count(Segment::ToAgent, PacketType::CloseReq);
-        self.sink
+        (self.sink, Use::begin(agent))
     }
 }
 

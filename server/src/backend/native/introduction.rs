@@ -1,5 +1,7 @@
 //! The introduction of a native agent: authentication, and the answer.
 
+use std::io::ErrorKind;
+
 use culvert_konnectivity::message::{SERVER_COUNT_HEADER, SERVER_ID_HEADER};
 use culvert_native::COUNT_PUSHED_HEADER;
 use culvert_native::hello::{self, HelloError};
@@ -16,6 +18,7 @@ use super::super::resume::{Owner, Resumption};
 use super::super::second_link::Offered;
 use super::super::service::Agents;
 use super::claim::Claim;
+use super::has_left;
 
 /// Result of an introduction.
 pub(super) enum Introduced {
@@ -93,6 +96,11 @@ impl Agents {
             return Ok(Introduced::AlreadyConnected);
         }
         let identified = match self.authenticate(&metadata, &mut hello).await {
+            // An agent waits for less time than a review can take. One that has left must not take a place as an agent that is
+            // away.
+            Ok(_) if has_left(stream).await => {
+                return Err(HelloError::Io(ErrorKind::UnexpectedEof.into()).into());
+            }
             Ok(identity) => {
                 let place = self.place(identity.clone());
                 place.map(|place| (identity, place)).map_err(Into::into)

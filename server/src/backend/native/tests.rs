@@ -6,9 +6,11 @@ use std::time::Duration;
 use culvert_native::link::{Taker, TakerLimits};
 use culvert_native::quic::SESSION_HEADER;
 use culvert_native::resume::Process;
+use culvert_stream::Sink as _;
 use http::HeaderMap;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex};
 
+use super::super::connection::ToEndpoint;
 use super::super::dial::next_serial;
 use super::super::identity::AgentIdFrom;
 use super::super::registry::{AgentLimits, Scope};
@@ -237,6 +239,70 @@ async fn refused_dials_count_towards_the_end_of_the_stream_numbers() {
     tokio::join!(agent, dials, server.serve(near));
 }
 
+#[tokio::test]
+async fn the_last_connection_before_a_renewal_keeps_its_bytes() {
+    const BYTES: usize = 1 << 20;
+    let server = Server::new();
+    let (near, mut far) = duplex(1 << 16);
+    far.write_all(OLD_HELLO).await.unwrap();
+    let (end, ended) = tokio::sync::oneshot::channel();
+    let agent = async {
+        let head = culvert_stream::head::read_head(&mut far, 4096).await;
+        head.unwrap();
+        let limits = TakerLimits::trusting();
+        let mut taker: Taker<_> = Taker::new(far, Arc::default(), limits).await.unwrap();
+        let mut control = None;
+        let (request, mut answer) = loop {
+            let (request, answer) = taker.next().await.unwrap().unwrap();
+            match request.uri().path() {
+                CONTROL_PATH => control = Some((request, answer)),
+                _ => break (request, answer),
+            }
+        };
+        let accepted = http::Response::new(());
+        let _send = answer.send_response(accepted, false).unwrap();
+        let mut body = request.into_body();
+        let run = async { while let Ok(Some(_)) = taker.next().await {} };
+        let read = async {
+            // The connection ends before its bytes are read.
+            ended.await.unwrap();
+            let mut bytes = 0;
+            while let Some(Ok(chunk)) = body.data().await {
+                bytes += chunk.len();
+                body.flow_control().release_capacity(chunk.len()).unwrap();
+            }
+            assert_eq!(bytes, BYTES);
+        };
+        tokio::join!(run, read);
+        drop(control);
+    };
+    let dials = async {
+        let agent = loop {
+            let chosen = server.agents.registry.choose(&Scope::All, &[]);
+            match chosen.map(|chosen| chosen.agent) {
+                Some(AgentConnection::Native(agent)) => break agent,
+                _ => tokio::task::yield_now().await,
+            }
+        };
+        let dial = Dial {
+            protocol: "tcp".into(),
+            address: "10.0.0.1:443".into(),
+        };
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let opened = agent.dial(&dial, deadline, &OnceLock::new()).await;
+        let (source, mut sink) = opened.unwrap();
+        agent.last_stream.store(RENEW_AFTER, Ordering::Relaxed);
+        sink.send(vec![7; BYTES].into()).await.unwrap();
+        let sink = ToEndpoint::Native(sink);
+        sink.end(CloseReason::ClientClosed, &server.agents.tasks);
+        assert!(!agent.retired.is_cancelled());
+        end.send(()).unwrap();
+        agent.retired.cancelled().await;
+        drop(source);
+    };
+    tokio::join!(agent, dials, server.serve(near));
+}
+
 /// Introduces an agent that may resume, and returns its end of the connection after the preface of HTTP/2.
 async fn introduce(mut far: DuplexStream, agent_id: &str, process: &Process) -> DuplexStream {
     let mut headers = HeaderMap::new();
@@ -252,6 +318,23 @@ async fn introduce(mut far: DuplexStream, agent_id: &str, process: &Process) -> 
     assert!(head.contains("\r\nculvert-resume: "), "{head}");
     far.read_u8().await.unwrap();
     far
+}
+
+#[tokio::test(start_paused = true)]
+async fn agent_that_left_before_its_answer_is_not_away() {
+    let mut server = Server::new();
+    let grace = Duration::from_secs(30);
+    server.agents.sessions = Sessions::new(grace, server.agents.metrics.clone());
+    let (near, mut far) = duplex(4096);
+    far.write_all(b"GET /agent HTTP/1.1\r\nagentid: a\r\nculvert-resume: 1\r\n\r\n")
+        .await
+        .unwrap();
+    far.shutdown().await.unwrap();
+    let started = Instant::now();
+    server.serve_as(near, next_serial(), Some([3; 32])).await;
+    assert_eq!(started.elapsed(), Duration::ZERO);
+    assert!(server.agents.registry.peers().is_empty());
+    assert!(server.agents.registry.has_no_places());
 }
 
 /// The review of a token may last longer than a process.
