@@ -330,6 +330,10 @@ fn invalid_values_of_single_flags_are_refused() {
              VersionTLS13",
         ),
         (
+            "--admin-uds=/run/s.sock",
+            "--admin-uds and --uds-name must be different paths",
+        ),
+        (
             "--lease-label=x",
             "--lease-label: invalid label format: \"x\", expected key=value",
         ),

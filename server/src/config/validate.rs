@@ -98,6 +98,11 @@ impl Flags {
         let frontend_keepalive_time = keepalive(p, "frontend-keepalive-time", time);
         let server_id = p.header_value("server-id", self.agents.server_id.clone());
         self.note_unneeded(p);
+        if !ops.admin_uds.is_empty()
+            && Path::new(&ops.admin_uds) == Path::new(&self.frontend.uds_name)
+        {
+            p.error("--admin-uds and --uds-name must be different paths".to_owned());
+        }
 
         let warnings = problems.finish()?;
         // A value is missing only after an error, and then `finish` has already returned.

@@ -6,6 +6,7 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::Instant;
@@ -262,6 +263,8 @@ fn replace(path: &Path, text: &[u8]) -> io::Result<()> {
     let new = beside(path, ".new");
     let mut options = OpenOptions::new();
     options.write(true).create(true).truncate(true).mode(0o600);
+    // Another user of the folder may have placed a link here.
+    options.custom_flags(OFlags::NOFOLLOW.bits() as i32);
     let mut file = options.open(&new)?;
     file.write_all(text)?;
     file.sync_all()?;

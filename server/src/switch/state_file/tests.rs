@@ -97,3 +97,14 @@ async fn invalid_state_file_is_refused_with_its_flag() {
     let error = nowhere.save(&saved).await.unwrap().unwrap_err();
     assert!(error.contains("cannot save --tunnel-state-file"), "{error}");
 }
+
+#[test]
+fn a_link_beside_the_file_is_not_followed() {
+    let folder = tempfile::tempdir().unwrap();
+    let [path, new, other] = ["state", "state.new", "other"].map(|name| folder.path().join(name));
+    fs::write(&other, "precious").unwrap();
+    std::os::unix::fs::symlink(&other, &new).unwrap();
+    replace(&path, b"text").unwrap_err();
+    assert_eq!(fs::read(&other).unwrap(), b"precious");
+    assert!(!path.exists());
+}
