@@ -74,6 +74,18 @@ struct Attempt {
 }
 
 impl Attempt {
+    /// Returns true if the next attempt goes to the next server. After the end of a session, the same server is first, but not
+    /// after two short sessions. `short` is the number of consecutive short sessions with this server so far.
+    fn is_next(&self, short: &mut u32) -> bool {
+        let is_short = self.lived.is_some_and(|lived| lived < STABLE);
+        *short = if is_short { *short + 1 } else { 0 };
+        let is_next = self.next || *short > 1;
+        if is_next {
+            *short = 0;
+        }
+        is_next
+    }
+
     fn failed(outcome: Outcome, text: String) -> Self {
         Self {
             outcome: Some(outcome),
@@ -121,7 +133,7 @@ impl Client {
         if self.settings.random {
             remotes.shuffle(&mut rand::rng());
         }
-        let (mut turn, mut failures) = (0_usize, 0_u32);
+        let (mut turn, mut failures, mut short) = (0_usize, 0_u32, 0_u32);
         let mut known = LogOnce::default();
         while let Some(remote) = remotes.get(turn % remotes.len().max(1)) {
             let round = turn / remotes.len().max(1);
@@ -141,7 +153,9 @@ impl Client {
                 Some(lived) if lived >= STABLE => 0,
                 _ => failures.saturating_add(1),
             };
-            turn = turn.wrapping_add(usize::from(attempt.next));
+            if attempt.is_next(&mut short) {
+                turn = turn.wrapping_add(1);
+            }
             let pause = match attempt.hopeless {
                 true => longest,
                 false => pause(first, longest, failures, remotes.len()),

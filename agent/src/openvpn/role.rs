@@ -6,7 +6,7 @@ use std::task::Context;
 
 use culvert_host::reload::Latest;
 use culvert_openvpn::control::push;
-use culvert_openvpn::flows::{self, Input, Pace};
+use culvert_openvpn::flows::{self, Input, Pace, Refusal};
 use culvert_openvpn::options::Transport;
 use culvert_openvpn::session::{Established, Event, Session, Stats};
 use culvert_openvpn::tls::ClientTls;
@@ -146,6 +146,11 @@ impl Role for ClientRole {
     }
 
     fn incoming(&mut self, incoming: Incoming) {
+        let own = self.datagrams.as_ref().map(|(_, own)| own);
+        if own == Some(incoming.destination.ip()) {
+            // The client opens no port at its address, and a host of the cluster may have this address.
+            return incoming.refuse(Refusal::Reset);
+        }
         let endpoint = Endpoint {
             tunnel: self.tunnel.clone(),
             incoming,

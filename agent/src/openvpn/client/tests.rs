@@ -147,3 +147,26 @@ fn reason_of_the_end_selects_the_next_attempt() {
         assert_eq!(attempt.outcome.is_some(), lived.is_none());
     }
 }
+
+#[test]
+fn server_whose_sessions_are_short_does_not_keep_the_client() {
+    let ended = |lived: Option<u64>| {
+        let lived = lived.map(Duration::from_secs);
+        after(&LinkEnd::Session(Ended::PeerExit), lived)
+    };
+    let mut short = 0;
+    // `None` is an attempt without a session.
+    for (lived, is_next) in [
+        (None, true),
+        (Some(5), false),
+        (Some(5), true),
+        (Some(5), false),
+        (Some(60), false),
+        (Some(5), false),
+        (None, true),
+        (Some(5), false),
+    ] {
+        let attempt = ended(lived);
+        assert_eq!(attempt.is_next(&mut short), is_next, "{lived:?}");
+    }
+}

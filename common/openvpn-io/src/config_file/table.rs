@@ -60,7 +60,7 @@ pub(super) fn not_needed(name: &str) -> Option<&'static str> {
         | "tls-cert-profile" => {
             "TLS 1.2 and 1.3 with ECDHE and AES-GCM or ChaCha20-Poly1305 are used"
         }
-        "replay-window" => "the window holds 1024 packets",
+        "replay-window" => "the window holds 1984 packets",
         "explicit-exit-notify" => "over UDP the peer is always notified",
         "allow-compression" | "comp-noadapt" => "nothing is ever compressed",
         "opt-verify" | "opt-mismatch" | "disable-occ" => {

@@ -44,7 +44,7 @@ pub(super) struct Server {
     /// Options received so far, verbatim.
     raw: Vec<String>,
     /// Password for renegotiations.
-    token: Option<String>,
+    pub(super) token: Option<String>,
 }
 
 impl Session {
@@ -138,6 +138,8 @@ impl Session {
         match Message::parse(text) {
             Message::PushReply(options) => self.push_reply(options, now),
             Message::AuthFailed { temporary, reason } => {
+                // The token may have expired; the next session sends the password.
+                let temporary = temporary || self.server.token.is_some();
                 let reason = reason.into();
                 self.end(Ended::AuthFailed { reason, temporary }, now);
             }
@@ -161,7 +163,14 @@ impl Session {
     fn push_reply(&mut self, options: &str, now: Instant) {
         let complete = self.current.as_ref().is_some_and(Negotiation::is_complete);
         if self.agreed.is_some() || !complete {
-            // Ignore a repeated reply to a request that crossed the first reply, and a premature reply.
+            // Ignore a repeated reply to a request that crossed the first reply, and a premature reply. A server also sends
+            // a reply with a new token, before the old token expires (`resend_auth_token_renegotiation` in auth_token.c).
+            let mut options = options.split(',').rev();
+            if let Some(token) =
+                options.find_map(|option| option.trim().strip_prefix("auth-token "))
+            {
+                self.server.token = Some(token.to_owned());
+            }
             return;
         }
         debug!(options = push::for_log(options.split(',')), "push reply");

@@ -108,7 +108,7 @@ pub enum Ended {
     AuthFailed {
         /// Text of the server; may be empty.
         reason: String,
-        /// True for AUTH_FAILED,TEMP: a later attempt may succeed.
+        /// True for AUTH_FAILED,TEMP, and if the session used a token of the server: a later attempt may succeed.
         temporary: bool,
     },
     /// The peer announced its exit (EXIT, or OCC's EXIT).

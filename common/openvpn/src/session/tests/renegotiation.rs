@@ -237,6 +237,42 @@ fn another_certificate_or_user_in_a_renegotiation_is_refused() {
 }
 
 #[test]
+fn client_uses_a_renewed_token_and_later_its_password() {
+    for transport in BOTH {
+        let mut client = client_config(transport);
+        client.credentials = Some(("jane".into(), "secret".into()));
+        let mut sim = Sim::new(client, server_config(transport), CLEAN, 1);
+        sim.connect();
+        // As in OpenVPN 2.5 and 2.6.
+        for (begin, token) in [("PUSH_REPLY, ", "SESS_ID_1"), ("PUSH_REPLY,", "SESS_ID_2")] {
+            let now = sim.now;
+            let text = format!("{begin}auth-token {token}");
+            sim.server.session.send_text(&text, now);
+            sim.run(Duration::from_secs(1));
+            let used = sim.client.session.server.token.as_deref();
+            assert_eq!(used, Some(token));
+        }
+        assert_eq!(sim.client.ended(), None);
+        let now = sim.now;
+        let expired = "AUTH_FAILED,SESSION: token expired";
+        sim.server.session.send_text(expired, now);
+        sim.run(Duration::from_secs(1));
+        // A session without the token may succeed at once.
+        let ended = sim.client.ended();
+        assert!(
+            matches!(
+                ended,
+                Some(Ended::AuthFailed {
+                    temporary: true,
+                    ..
+                })
+            ),
+            "{ended:?}"
+        );
+    }
+}
+
+#[test]
 fn renewed_server_certificates_are_used_for_the_next_key() {
     let mut sim = every(Transport::Tcp, 0, 0);
     sim.connect();
