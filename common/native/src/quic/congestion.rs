@@ -10,8 +10,10 @@
 
 use std::any::Any;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use quinn::Connection;
 use quinn::congestion::{Bbr, BbrConfig, Controller, ControllerFactory, ControllerMetrics};
 use quinn_proto::RttEstimator;
 
@@ -44,6 +46,11 @@ const JITTER_SHARE: f64 = 0.125;
 /// Smallest bound, in packets.
 const LEAST_PACKETS: u64 = 16;
 
+/// Number of bursts that may leave a silent link although its window is full, and the room for each, in packets. quinn leaves
+/// the last packet of a window unused. A packet with acknowledgements alone is a burst, too.
+const PERMITTED_BURSTS: u32 = 4;
+const BURST_PACKETS: u64 = 3;
+
 /// Creates the controllers of links.
 #[derive(Debug, Default)]
 pub(super) struct BoundedBbrConfig(Arc<BbrConfig>);
@@ -54,6 +61,22 @@ struct BoundedBbr {
     bbr: Bbr,
     mtu: u64,
     path: Path,
+    /// Upper bound for the bytes that are sent and not acknowledged. Counts lost bytes until the next acknowledgement.
+    in_flight: u64,
+    /// Number of bursts that may leave although the window is full. Copies of the controller share it.
+    permitted: Arc<AtomicU32>,
+}
+
+/// Lets some packets leave although the window is full. An outage leaves a window full of lost bytes. quinn learns of the
+/// losses from the next acknowledgement, but sends nothing that can be acknowledged, except for probes, whose intervals
+/// double up to the length of the outage.
+pub(super) fn permit_packets(connection: &Connection) {
+    let controller = connection.congestion_state().into_any();
+    if let Ok(controller) = controller.downcast::<BoundedBbr>() {
+        controller
+            .permitted
+            .store(PERMITTED_BURSTS, Ordering::Relaxed);
+    }
 }
 
 /// Measurements of a path. Each takes at least one round trip.
@@ -100,6 +123,8 @@ impl ControllerFactory for BoundedBbrConfig {
             bbr: Bbr::new(self.0.clone(), mtu),
             mtu: mtu.into(),
             path: Path::new(now),
+            in_flight: 0,
+            permitted: Arc::default(),
         })
     }
 }
@@ -109,6 +134,11 @@ impl ControllerFactory for BoundedBbrConfig {
 impl Controller for BoundedBbr {
     fn on_sent(&mut self, now: Instant, bytes: u64, last_packet: u64) {
         self.bbr.on_sent(now, bytes, last_packet);
+        self.in_flight += bytes;
+        let permitted = self.permitted.load(Ordering::Relaxed);
+        if permitted > 0 {
+            self.permitted.store(permitted - 1, Ordering::Relaxed);
+        }
     }
 
     fn on_ack(
@@ -131,6 +161,8 @@ impl Controller for BoundedBbr {
         largest_acked: Option<u64>,
     ) {
         self.bbr.on_end_acks(now, in_flight, is_idle, largest_acked);
+        self.in_flight = in_flight;
+        self.permitted.store(0, Ordering::Relaxed);
         self.path
             .end_acks(now, in_flight, is_idle, self.bbr.window());
     }
@@ -146,9 +178,13 @@ impl Controller for BoundedBbr {
 
     fn window(&self) -> u64 {
         let window = self.bbr.window();
-        match self.path.bound {
+        let window = match self.path.bound {
             Some(bound) => window.min(bound.max(LEAST_PACKETS * self.mtu)),
             None => window,
+        };
+        match self.permitted.load(Ordering::Relaxed) {
+            0 => window,
+            _ => window.max(self.in_flight + BURST_PACKETS * self.mtu),
         }
     }
 

@@ -13,12 +13,16 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, sleep};
 
 use super::NO_REASON;
+use super::congestion::permit_packets;
 use super::endpoint::{AGENT_STREAMS, IDLE_TIMEOUT, MAX_STREAMS};
 use super::halves::{QuicSink, QuicSource, halves};
 use super::health::{Counters, DIAL_LOOK, Health, LOOK, Look};
 use super::streams::{Streams, WAITING_WORDS};
 use super::words::{Word, WordReader};
 use crate::dial;
+
+/// Interval of the pings to a silent peer. After an outage, the link continues within this time.
+const ASK_AGAIN: Duration = Duration::from_secs(2);
 
 /// Priority of the control stream, above all other streams.
 const CONTROL_PRIORITY: i32 = 3;
@@ -221,17 +225,27 @@ impl Link {
     /// Watches the health of the link while it has streams or is unhealthy. Ends with the cause once the peer has not
     /// answered for [`IDLE_TIMEOUT`].
     async fn watch(&self, on_silence: impl Fn(Duration)) -> String {
+        let mut asked = Duration::ZERO;
         loop {
             while self.open() == 0 && *self.healthy.borrow() {
                 self.streams.opened.notified().await;
             }
             while self.open() > 0 || !*self.healthy.borrow() {
-                if let Look::Silent(time) | Look::Waking(time) = self.look() {
+                let look = self.look();
+                if let Look::Silent(time) | Look::Waking(time) = look {
                     // The other direction may work, and keep the connection alive.
                     if time >= IDLE_TIMEOUT {
                         return format!("the peer has not answered for {IDLE_TIMEOUT:?}");
                     }
                     on_silence(time);
+                    // A new silence begins at zero.
+                    asked = asked.min(time);
+                    if time - asked >= ASK_AGAIN {
+                        asked = time;
+                        if matches!(look, Look::Silent(_)) {
+                            self.ask_again();
+                        }
+                    }
                 }
                 sleep(LOOK).await;
             }
@@ -257,11 +271,17 @@ impl Link {
                     self.streams.opened.notify_one();
                 }
                 if matches!(look, Look::Waking(_)) {
-                    self.send(Word::Ping);
+                    self.ask_again();
                 }
             }
         }
         look
+    }
+
+    /// Asks a silent peer for an answer, even if the window is full.
+    fn ask_again(&self) {
+        permit_packets(&self.connection);
+        self.send(Word::Ping);
     }
 
     fn counters(&self) -> Counters {

@@ -431,6 +431,42 @@ async fn transfers(path: &Path) -> Arc<AtomicUsize> {
     bytes
 }
 
+#[tokio::test(start_paused = true)]
+async fn bulk_continues_soon_after_an_outage() {
+    for (round_trip, outage) in [(2, 33), (40, 50)] {
+        let path = Path::new(Duration::from_millis(round_trip)).await;
+        let ways = [&path.to_agent, &path.to_server];
+        for way in ways {
+            way.line.lock().limit(RATE, 0);
+        }
+        let up = transfers(&path).await;
+        let down = Arc::new(AtomicUsize::new(0));
+        for _ in 0..4 {
+            let ((_, sink), (source, _)) = path.open().await;
+            tokio::spawn(send_all(sink));
+            tokio::spawn(receive_all(source, down.clone()));
+        }
+        sleep(Duration::from_secs(1)).await;
+        for way in ways {
+            way.darken();
+        }
+        sleep(Duration::from_secs(outage)).await;
+        for way in ways {
+            way.is_dark.store(false, Ordering::Relaxed);
+        }
+        let before = [&up, &down].map(|bytes| bytes.load(Ordering::Relaxed));
+        sleep(Duration::from_secs(3)).await;
+        let after = [&up, &down].map(|bytes| bytes.load(Ordering::Relaxed));
+        for (before, after) in before.into_iter().zip(after) {
+            let moved = after - before;
+            assert!(
+                moved > 256 * 1024,
+                "{round_trip} ms, {outage} s: {moved} bytes"
+            );
+        }
+    }
+}
+
 /// Rate of a slow path, in bytes per second.
 const RATE: u32 = 2_500_000;
 
