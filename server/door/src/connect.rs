@@ -131,8 +131,11 @@ impl ConnectListener {
     fn refuse(&self, reason: Refusal, peer: Origin, why: &str) {
         self.front.metrics.refused(Entrance::Tunneling, reason);
         match reason {
-            // An alert has no details, so the operator of a node tunnel finds the cause only here.
-            Refusal::Tls => warn!(%peer, reason = why, "CONNECT refused"),
+            // An alert of TLS has no details, so the operator of a node tunnel finds the cause only here. In an attack, the
+            // operator needs the addresses.
+            Refusal::Tls | Refusal::Flood | Refusal::TooManyConnections => {
+                warn!(%peer, reason = why, "CONNECT refused")
+            }
             _ => debug!(%peer, why, "CONNECT refused"),
         }
     }

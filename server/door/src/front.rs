@@ -194,7 +194,9 @@ impl Front {
                         self.refuse_header(Entrance::Sni, peer, UNEXPECTED_HEADER);
                     }
                     NoHello::Unadmitted(why) => {
-                        refuse(Refusal::TooManyConnections, &why.to_string());
+                        self.metrics
+                            .refused(Entrance::Sni, Refusal::TooManyConnections);
+                        warn!(%peer, reason = %why, "TLS connection refused");
                     }
                 }
                 return None;

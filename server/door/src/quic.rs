@@ -322,6 +322,10 @@ impl Listener {
 
     fn refuse(&mut self, client: SocketAddr, refused: &Refused) {
         self.count(1, refused.reason);
+        if refused.reason == Refusal::TooManyConnections {
+            // The log limits such lines itself.
+            return warn!(%client, reason = refused.why, "QUIC datagram refused");
+        }
         if self.lines == 0 {
             self.left_out += 1;
             return;
