@@ -177,11 +177,11 @@ impl Connector {
         })
     }
 
-    /// Makes one attempt to connect. `connected` has the ids of the connected servers. `unanswered` counts the attempt while
+    /// Makes one attempt to connect. `connected` returns the ids of the connected servers. `unanswered` counts the attempt while
     /// it waits for the answer of a server.
     pub(crate) async fn connect(
         &self,
-        connected: Vec<String>,
+        connected: impl Fn() -> Vec<String>,
         unanswered: &Unanswered,
     ) -> Result<Reached, ConnectError> {
         let deadline = Instant::now() + CONNECT_TIMEOUT;
@@ -192,7 +192,9 @@ impl Connector {
         let answer = async {
             let tls = self.handshake(tcp, deadline).await?;
             let _unanswered = unanswered.clone();
-            self.greet(tls, metadata, &connected, deadline).await
+            // After an outage, several attempts may have waited for their TCP connections, so the list is read as late as
+            // possible.
+            self.greet(tls, metadata, &connected(), deadline).await
         };
         let answer = answer.await;
         if let Some(via) = &mut via {

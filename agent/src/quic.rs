@@ -415,7 +415,12 @@ async fn serve(
     let _active = agent.activity();
     let dial = match timeout(message::HEAD_TIMEOUT, read_dial(&mut source)).await {
         Ok(Ok(dial)) => dial,
-        Ok(Err(error)) => return debug!(error, "a stream without a dial"),
+        Ok(Err(error)) => {
+            return debug!(
+                error,
+                "the server withdrew a dial, or opened a stream without one"
+            );
+        }
         Err(_) => return debug!("a stream without a dial: timed out"),
     };
     let count = |segment, packet| agent.metrics.streams.count_as(segment, packet);

@@ -452,7 +452,7 @@ impl ServerSearch {
             self.search.set_unanswered(unanswered.count());
             let until = match self.search.step(Instant::now(), servers.view(count)) {
                 Step::Attempt => {
-                    attempts.push(connector.connect(servers.ids(), &unanswered));
+                    attempts.push(connector.connect(|| servers.ids(), &unanswered));
                     continue;
                 }
                 Step::Wait(until) => until,

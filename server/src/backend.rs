@@ -133,15 +133,16 @@ impl AgentConnection {
     fn peer(&self) -> Peer {
         let (kind, connections) = match self {
             Self::Packet(stream) => ("agent, packet stream", stream.counts().1),
-            Self::Native(agent) if agent.is_away() => ("agent, native, away", agent.connections()),
             Self::Native(agent) => {
                 let has_quic = agent
                     .second
                     .as_ref()
                     .is_some_and(|second| second.has_link());
-                let kind = match has_quic {
-                    true => "agent, native and QUIC",
-                    false => "agent, native",
+                let kind = match (has_quic, agent.is_away()) {
+                    (true, true) => "agent, native and QUIC, away",
+                    (true, false) => "agent, native and QUIC",
+                    (false, true) => "agent, native, away",
+                    (false, false) => "agent, native",
                 };
                 (kind, agent.connections())
             }

@@ -61,6 +61,10 @@ const WATCHES_TARGET: &str = "kube_runtime";
 /// review contains the token. The library logs an error at every request that fails; our own code logs the failure once.
 const CLIENT_TARGET: &str = "kube_client::client";
 
+/// Log target of the UDP library, whose warnings are lines about single datagrams that were not sent. After each new socket,
+/// the library warns again. Our own code logs what follows: a link that ends, or that cannot be made.
+const UDP_TARGET: &str = "quinn_udp";
+
 /// Verbosity from which other crates' lines are not limited to warnings.
 const OTHERS_FROM: i32 = 8;
 
@@ -206,15 +210,17 @@ where
         4 => LevelFilter::DEBUG,
         5.. => LevelFilter::TRACE,
     };
-    let (others, watches, client) = if config.verbosity >= OTHERS_FROM {
-        (own, own, LevelFilter::ERROR)
+    let (others, watches, client, udp) = if config.verbosity >= OTHERS_FROM {
+        (own, own, LevelFilter::ERROR, own)
     } else {
-        (LevelFilter::WARN, LevelFilter::ERROR, LevelFilter::OFF)
+        let [error, off] = [LevelFilter::ERROR, LevelFilter::OFF];
+        (LevelFilter::WARN, error, off, error)
     };
     let filter = Targets::new()
         .with_default(others)
         .with_target(WATCHES_TARGET, watches)
         .with_target(CLIENT_TARGET, client)
+        .with_target(UDP_TARGET, udp)
         .with_target(OWN_TARGET, own);
     let lines = lines(config, writer).with_filter(filter.and(Limited(limit)));
     tracing_subscriber::registry().with(lines)
