@@ -55,9 +55,6 @@ const SHORT_PAUSE: Duration = Duration::from_secs(1);
 /// Life of a link after which a failure counts as the first.
 const LASTING: Duration = Duration::from_secs(300);
 
-/// Time without an answer until the agent moves the link to a new port. A NAT device may have forgotten the old one.
-const REBIND_AFTER: Duration = Duration::from_secs(2);
-
 /// Interval between two looks at the loss of the path.
 const LOOK: Duration = Duration::from_secs(5);
 
@@ -323,22 +320,14 @@ impl Probe {
         let (link, words) = Link::new(connection, TAKER_HELD_BYTES, CloseReason::ServerLost);
         let link_ended = agent.shutdown.child_token();
         let _ended = link_ended.clone().drop_guard();
-        let moved = Mutex::new(Duration::ZERO);
+        // A NAT device may have forgotten the old port.
         let on_silence = |silent: Duration| {
-            let mut moved = moved.lock();
-            // A new silence begins at zero.
-            if silent < *moved {
-                *moved = Duration::ZERO;
-            }
-            if silent.saturating_sub(*moved) >= REBIND_AFTER {
-                *moved = silent;
-                let result = rebind(&endpoint, self.remote);
-                debug!(
-                    ?silent,
-                    ?result,
-                    "the server does not answer: using a new port"
-                );
-            }
+            let result = rebind(&endpoint, self.remote);
+            debug!(
+                ?silent,
+                ?result,
+                "the server does not answer: using a new port"
+            );
         };
         let on_word = |word| {
             if word == Word::Slow {

@@ -175,7 +175,8 @@ impl Link {
     }
 
     /// Carries words until the link ends, and returns the cause. Calls `on_word` for words about the whole link, and
-    /// `on_silence` again and again while the peer does not answer, with the time since the first unanswered packet.
+    /// `on_silence` every 2 s while the peer does not answer, with the time since the first unanswered packet. A ping follows
+    /// each call.
     pub async fn run(
         &self,
         (mut send, receive): (SendStream, RecvStream),
@@ -231,20 +232,17 @@ impl Link {
                 self.streams.opened.notified().await;
             }
             while self.open() > 0 || !*self.healthy.borrow() {
-                let look = self.look();
-                if let Look::Silent(time) | Look::Waking(time) = look {
+                if let Look::Silent(time) | Look::Waking(time) = self.look() {
                     // The other direction may work, and keep the connection alive.
                     if time >= IDLE_TIMEOUT {
                         return format!("the peer has not answered for {IDLE_TIMEOUT:?}");
                     }
-                    on_silence(time);
                     // A new silence begins at zero.
                     asked = asked.min(time);
                     if time - asked >= ASK_AGAIN {
                         asked = time;
-                        if matches!(look, Look::Silent(_)) {
-                            self.ask_again();
-                        }
+                        on_silence(time);
+                        self.ask_again();
                     }
                 }
                 sleep(LOOK).await;
