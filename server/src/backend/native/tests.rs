@@ -59,12 +59,35 @@ impl Server {
         }
     }
 
+    /// Waits for an agent, and returns it.
+    async fn agent(&self) -> Arc<NativeAgent> {
+        loop {
+            let chosen = self.agents.registry.choose(&Scope::All, &[]);
+            match chosen.map(|chosen| chosen.agent) {
+                Some(AgentConnection::Native(agent)) => return agent,
+                _ => tokio::task::yield_now().await,
+            }
+        }
+    }
+
     fn rejected(&self, reason: &str) -> bool {
         let page = self.agents.metrics.registry().render();
         let of_reason = format!("reason=\"{reason}\"}} 1");
         let mut lines = page.lines();
         lines.any(|line| line.starts_with("culvert_rejected_total{") && line.ends_with(&of_reason))
     }
+}
+
+/// Dials an address over an agent.
+async fn dial(
+    agent: &Arc<NativeAgent>,
+) -> Result<(FromAgent<NativeSource>, ToAgent<NativeSink>), StreamDialError> {
+    let dial = Dial {
+        protocol: "tcp".into(),
+        address: "10.0.0.1:443".into(),
+    };
+    let deadline = Instant::now() + Duration::from_secs(60);
+    agent.dial(&dial, deadline, &OnceLock::new()).await
 }
 
 #[tokio::test(start_paused = true)]
@@ -211,20 +234,9 @@ async fn refused_dials_count_towards_the_end_of_the_stream_numbers() {
         }
     };
     let dials = async {
-        let agent = loop {
-            let chosen = server.agents.registry.choose(&Scope::All, &[]);
-            match chosen.map(|chosen| chosen.agent) {
-                Some(AgentConnection::Native(agent)) => break agent,
-                _ => tokio::task::yield_now().await,
-            }
-        };
+        let agent = server.agent().await;
         let dial = async || {
-            let dial = Dial {
-                protocol: "tcp".into(),
-                address: "10.0.0.1:443".into(),
-            };
-            let deadline = Instant::now() + Duration::from_secs(60);
-            let dialed = agent.dial(&dial, deadline, &OnceLock::new()).await;
+            let dialed = dial(&agent).await;
             assert!(matches!(dialed.err(), Some(StreamDialError::Refused(_))));
         };
         dial().await;
@@ -277,20 +289,8 @@ async fn the_last_connection_before_a_renewal_keeps_its_bytes() {
         drop(control);
     };
     let dials = async {
-        let agent = loop {
-            let chosen = server.agents.registry.choose(&Scope::All, &[]);
-            match chosen.map(|chosen| chosen.agent) {
-                Some(AgentConnection::Native(agent)) => break agent,
-                _ => tokio::task::yield_now().await,
-            }
-        };
-        let dial = Dial {
-            protocol: "tcp".into(),
-            address: "10.0.0.1:443".into(),
-        };
-        let deadline = Instant::now() + Duration::from_secs(60);
-        let opened = agent.dial(&dial, deadline, &OnceLock::new()).await;
-        let (source, mut sink) = opened.unwrap();
+        let agent = server.agent().await;
+        let (source, mut sink) = dial(&agent).await.unwrap();
         agent.last_stream.store(RENEW_AFTER, Ordering::Relaxed);
         sink.send(vec![7; BYTES].into()).await.unwrap();
         let sink = ToEndpoint::Native(sink);
