@@ -7,9 +7,8 @@
 #[doc(hidden)]
 pub use tikv_jemallocator::Jemalloc;
 
-/// Settings of jemalloc, as a C string. Memory of a past peak returns to the system within seconds, as long as the program
-/// works: without calls, jemalloc returns nothing, and its thread for this purpose does not exist in static programs. Each
-/// arena keeps some unused memory, so the number of arenas is small; a small number is enough because a
+/// Settings of jemalloc, as a C string. Memory of a past peak returns to the system within seconds while the program works;
+/// an idle program keeps some. Each arena keeps some unused memory, so the number of arenas is small; a small number is enough because a
 /// connection stays on one thread. jemalloc uses no huge pages, even if the system gives huge pages to every program:
 /// the HTTP/2 buffers of an idle connection use only their first pages.
 pub const SETTINGS: &[u8; 97] =

@@ -210,17 +210,16 @@ where
         4 => LevelFilter::DEBUG,
         5.. => LevelFilter::TRACE,
     };
-    let (others, watches, client, udp) = if config.verbosity >= OTHERS_FROM {
-        (own, own, LevelFilter::ERROR, own)
+    let (others, repeated, client) = if config.verbosity >= OTHERS_FROM {
+        (own, own, LevelFilter::ERROR)
     } else {
-        let [error, off] = [LevelFilter::ERROR, LevelFilter::OFF];
-        (LevelFilter::WARN, error, off, error)
+        (LevelFilter::WARN, LevelFilter::ERROR, LevelFilter::OFF)
     };
     let filter = Targets::new()
         .with_default(others)
-        .with_target(WATCHES_TARGET, watches)
+        .with_target(WATCHES_TARGET, repeated)
         .with_target(CLIENT_TARGET, client)
-        .with_target(UDP_TARGET, udp)
+        .with_target(UDP_TARGET, repeated)
         .with_target(OWN_TARGET, own);
     let lines = lines(config, writer).with_filter(filter.and(Limited(limit)));
     tracing_subscriber::registry().with(lines)
