@@ -35,7 +35,7 @@ use crate::backend::agent::{self, Limits};
 use crate::backend::announced::Announced;
 use crate::backend::identity::AgentPeer;
 use crate::backend::konnectivity::Konnectivity;
-use crate::backend::registry::{AgentLimits, most_agents};
+use crate::backend::registry::{AgentLimits, CONNECTION_BYTES};
 use crate::backend::resume::Sessions;
 use crate::backend::service::Agents;
 use crate::backend::{Registry, Tunnel, openvpn};
@@ -348,17 +348,20 @@ impl Bound {
     }
 }
 
-/// Returns the limits for agents. The memory limit can be lower than `--max-agents`.
+/// Returns the limits for agents. The memory limit can have room for fewer than `--max-agents`.
 fn agent_limits(config: &Config) -> AgentLimits {
-    let agents = most_agents(config.limits.agents, memory_limit());
-    if config.limits.agents.is_none_or(|flag| agents < flag) && agents != usize::MAX {
+    let agents = config.limits.agents.unwrap_or(usize::MAX);
+    let memory = memory_limit().unwrap_or(u64::MAX);
+    let room = memory / CONNECTION_BYTES;
+    if memory != u64::MAX && room < agents as u64 {
         info!(
-            agents,
+            agents = room,
             "the memory limit bounds the number of agents, below --max-agents"
         );
     }
     AgentLimits {
         agents,
+        memory,
         connections: config.limits.connections_per_agent.unwrap_or(usize::MAX),
     }
 }

@@ -46,6 +46,11 @@ enum Kind {
 // === impl Identifiers ===
 
 impl Identifiers {
+    /// Returns the number of identifiers, without the default route.
+    pub fn count(&self) -> usize {
+        self.hosts.len() + self.networks.len() + self.malformed.len()
+    }
+
     /// Reads the identifiers of an agent. Keys of newer versions are ignored, as in the stock server.
     ///
     /// # Errors

@@ -24,7 +24,7 @@ use tracing::{info, warn};
 use self::group::{Conditions, Group};
 use self::places::Places;
 pub(crate) use self::places::{
-    MAX_IDENTITY_CONNECTIONS, MAX_POD_CONNECTIONS, NoPlace, Place, most_agents,
+    CONNECTION_BYTES, MAX_IDENTITY_CONNECTIONS, MAX_POD_CONNECTIONS, NoPlace, Place,
 };
 use self::seats::Seats;
 use super::AgentConnection;
@@ -48,6 +48,8 @@ pub(crate) struct Registry {
 pub(crate) struct AgentLimits {
     /// Largest number of agent connections.
     pub agents: usize,
+    /// Memory of all agent connections in bytes, as estimated from their number and their identifiers.
+    pub memory: u64,
     /// Largest number of dials and connections of one agent connection.
     pub connections: usize,
 }
@@ -110,6 +112,7 @@ impl AgentLimits {
     /// No limits.
     pub(crate) const NONE: Self = Self {
         agents: usize::MAX,
+        memory: u64::MAX,
         connections: usize::MAX,
     };
 }

@@ -183,11 +183,11 @@ impl Agents {
         hello: &mut Hello,
     ) -> Result<Place, AgentRefusal> {
         let identity = self.authenticate(metadata, hello).await?;
-        Ok(self.place(identity)?)
+        Ok(self.place(&identity, hello)?)
     }
 
     /// Takes a place for an authenticated agent's stream.
-    pub(super) fn place(&self, identity: Arc<str>) -> Result<Place, NoPlace> {
+    pub(super) fn place(&self, identity: &Arc<str>, hello: &Hello) -> Result<Place, NoPlace> {
         // An empty identity is that of all tokens without a pod.
         let is_pod = self.tokens.is_some()
             && self.id_from != Some(AgentIdFrom::Certificate)
@@ -197,7 +197,7 @@ impl Agents {
         } else {
             MAX_IDENTITY_CONNECTIONS
         };
-        self.registry.place(identity, most)
+        self.registry.place(identity, most, hello)
     }
 
     /// Authenticates an agent, and returns its identity. Sets the agent's id if ids come from identities.
@@ -306,14 +306,14 @@ impl Hello {
         }
         let text = sets.first().copied().unwrap_or_default();
         let identifiers = Identifiers::parse(text).map_err(|error| error.to_string())?;
-        let names = || identifiers.hosts.iter().chain(&identifiers.malformed);
-        let count = names().count() + identifiers.networks.len();
+        let count = identifiers.count();
         if count > MAX_IDENTIFIERS {
             return Err(format!(
                 "expected at most {MAX_IDENTIFIERS} agent identifiers in the context, got {count}"
             ));
         }
-        let longest = names().map(String::len).max().unwrap_or(0);
+        let names = identifiers.hosts.iter().chain(&identifiers.malformed);
+        let longest = names.map(String::len).max().unwrap_or(0);
         if longest > MAX_NAME_BYTES {
             return Err(format!(
                 "expected agent identifiers of at most {MAX_NAME_BYTES} bytes in the context, got {longest}"
@@ -342,12 +342,12 @@ mod tests {
     use culvert_native::link::{Opener, Taker, TakerLimits};
     use culvert_native::window::{Inbound, Pings};
 
-    use super::super::registry::AgentLimits;
+    use super::super::registry::{AgentLimits, CONNECTION_BYTES};
     use super::*;
 
     const LIMITS: AgentLimits = AgentLimits {
         agents: MAX_IDENTITY_CONNECTIONS + 2,
-        connections: usize::MAX,
+        ..AgentLimits::NONE
     };
 
     fn agents(id_from: Option<AgentIdFrom>) -> Agents {
@@ -445,6 +445,32 @@ mod tests {
         assert!(refused.to_string().ends_with("--max-agents"), "{refused}");
         places.pop();
         assert!(admit(&agents, "a").await.is_ok());
+    }
+
+    #[tokio::test]
+    async fn memory_limit_bounds_agent_connections_and_their_identifiers() {
+        let agents = Agents::plain(AgentLimits {
+            memory: 10 * CONNECTION_BYTES,
+            ..AgentLimits::NONE
+        });
+        let admit = async |agent: &str, identifiers: &str| {
+            let pairs = [("agentid", agent), ("agentidentifiers", identifiers)];
+            let mut hello = hello(&pairs).unwrap();
+            let place = agents.admit(&MetadataMap::new(), &mut hello).await;
+            place.map_err(|refused| refused.to_string())
+        };
+        // 224 identifiers count as much as 7 agent connections.
+        let identifiers: Vec<String> = (0..224).map(|n| format!("host=h{n}")).collect();
+        let many = identifiers.join("&");
+        let large = admit("a", &many).await.unwrap();
+        let small = admit("b", "default-route=true").await.unwrap();
+        let text = "the server already has 2 agent connections, and its memory limit has no room for another one with 224 agent identifiers";
+        assert_eq!(admit("c", &many).await.err().as_deref(), Some(text));
+        let _last = admit("c", "").await.unwrap();
+        assert!(admit("d", "").await.is_err());
+        drop(large);
+        assert!(admit("d", &many).await.is_ok());
+        drop(small);
     }
 
     #[tokio::test]

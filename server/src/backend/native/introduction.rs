@@ -102,7 +102,7 @@ impl Agents {
                 return Err(HelloError::Io(ErrorKind::UnexpectedEof.into()).into());
             }
             Ok(identity) => {
-                let place = self.place(identity.clone());
+                let place = self.place(&identity, &hello);
                 place.map(|place| (identity, place)).map_err(Into::into)
             }
             Err(error) => Err(error),

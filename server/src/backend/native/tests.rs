@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use culvert_konnectivity::identifiers::Identifiers;
 use culvert_native::link::{Taker, TakerLimits};
 use culvert_native::quic::SESSION_HEADER;
 use culvert_native::resume::Process;
@@ -13,12 +14,13 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex};
 use super::super::connection::ToEndpoint;
 use super::super::dial::next_serial;
 use super::super::identity::AgentIdFrom;
-use super::super::registry::{AgentLimits, Scope};
+use super::super::registry::{AgentLimits, CONNECTION_BYTES, NoPlace, Scope};
 use super::super::resume::Sessions;
 use super::super::second_link::SecondLinks;
 use super::*;
 use crate::listener::ADMISSION;
 use crate::metrics::Listener;
+use crate::tunnel::Health;
 
 struct Server {
     agents: Agents,
@@ -27,7 +29,11 @@ struct Server {
 
 impl Server {
     fn new() -> Self {
-        let agents = Agents::plain(AgentLimits::NONE);
+        Self::with_limits(AgentLimits::NONE)
+    }
+
+    fn with_limits(limits: AgentLimits) -> Self {
+        let agents = Agents::plain(limits);
         let (shutdown, keepalive) = (CancellationToken::new(), Duration::from_secs(60));
         let context = ListenerContext::new(
             Listener::Agent,
@@ -369,6 +375,53 @@ async fn late_introduction_of_an_earlier_process_does_not_end_the_link_of_its_su
         () = talk => {}
         () = server.serve_as(near, later_serial, binding) => panic!("the connection ended"),
         () = server.serve_as(late_near, earlier_serial, binding) => panic!("the connection ended"),
+    }
+}
+
+#[tokio::test]
+async fn agent_that_is_away_gives_up_its_memory_only_if_the_new_agent_then_fits() {
+    let mut server = Server::with_limits(AgentLimits {
+        memory: 3 * CONNECTION_BYTES,
+        ..AgentLimits::NONE
+    });
+    let grace = Duration::from_secs(30);
+    server.agents.sessions = Sessions::new(grace, server.agents.metrics.clone());
+    let [here, away] = ["here", "away"].map(|place| Process::new(&[place]).unwrap());
+    let ((near, far), (away_near, away_far)) = (duplex(1 << 16), duplex(1 << 16));
+    let registry = &server.agents.registry;
+    let place = |identifiers: usize| {
+        let names: Vec<String> = (0..identifiers).map(|n| format!("host=h{n}")).collect();
+        let hello = Hello {
+            agent_id: "c".into(),
+            half_close: false,
+            identifiers: Identifiers::parse(&names.join("&")).unwrap(),
+        };
+        registry.place(&"c".into(), 8, &hello)
+    };
+    let talk = async {
+        let far = introduce(far, "a", &here).await;
+        drop(introduce(away_far, "b", &away).await);
+        while registry
+            .peers()
+            .iter()
+            .all(|it| it.health == Health::Healthy)
+        {
+            tokio::task::yield_now().await;
+        }
+        // 224 identifiers need as much memory as 7 agent connections, and 32 as one.
+        assert_eq!(place(224).err(), Some(NoPlace::Memory(2, 224)));
+        assert_eq!(registry.peers().len(), 2);
+        let place = place(32).unwrap();
+        (far, place)
+    };
+    let binding = Some([3; 32]);
+    let ends = async {
+        let _kept = tokio::join!(talk, server.serve_as(away_near, next_serial(), binding));
+        assert_eq!(registry.peers().len(), 1);
+    };
+    tokio::select! {
+        () = ends => {}
+        () = server.serve_as(near, next_serial(), binding) => panic!("the connection ended"),
     }
 }
 

@@ -1,4 +1,4 @@
-//! The places of agent connections, whose number is limited.
+//! The places of agent connections. Their number and memory are limited.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -6,6 +6,7 @@ use std::sync::Arc;
 use tracing::warn;
 
 use super::Registry;
+use crate::backend::agent::Hello;
 
 /// Largest number of agent connections of one identity. More than agents in the largest cluster, because agents may share a
 /// certificate.
@@ -16,27 +17,25 @@ pub(super) struct Places {
     /// Number of places by identity. Identities without a place are left out.
     by_identity: HashMap<Arc<str>, usize>,
     total: usize,
+    /// Memory of all agent connections in bytes, an estimate.
+    bytes: u64,
 }
 
 /// Largest number of agent connections of one pod, whose token is its identity. An agent has one, and more for a short time
 /// after its link broke or while it looks for servers.
 pub(crate) const MAX_POD_CONNECTIONS: usize = 64;
 
-/// Memory of an agent connection without dials, in bytes: 42 KiB were measured (docs/performance.md).
-const CONNECTION_BYTES: u64 = 48 * 1024;
+/// Memory of an agent connection without dials and identifiers, in bytes: 42 KiB were measured (docs/performance.md).
+pub(crate) const CONNECTION_BYTES: u64 = 48 * 1024;
 
-/// Returns the largest number of agent connections for a value of `--max-agents` and a memory limit in bytes. `None` stands
-/// for no limit.
-pub(crate) fn most_agents(flag: Option<usize>, memory: Option<u64>) -> usize {
-    let fitting = memory.and_then(|bytes| usize::try_from(bytes / CONNECTION_BYTES).ok());
-    let [flag, fitting] = [flag, fitting].map(|limit| limit.unwrap_or(usize::MAX));
-    flag.min(fitting)
-}
+/// Memory of an identifier of an agent connection, in bytes: at most 1.3 KiB were measured.
+const IDENTIFIER_BYTES: u64 = 1536;
 
 /// Place of an agent connection among those with the same identity. Dropping the value frees the place.
 pub(crate) struct Place {
     registry: Arc<Registry>,
     identity: Arc<str>,
+    bytes: u64,
 }
 
 /// Reason why an agent connection gets no place.
@@ -46,69 +45,107 @@ pub(crate) enum NoPlace {
     #[error("the agent already has {0} connections to this server")]
     Identity(usize),
     /// The server has too many agent connections.
-    #[error(
-        "the server already has {0} agent connections; see its memory limit and its flag --max-agents"
-    )]
+    #[error("the server already has {0} agent connections; see its flag --max-agents")]
     Server(usize),
+    /// The agent connections of the server use its memory.
+    #[error(
+        "the server already has {0} agent connections, and its memory limit has no room for another one with {1} agent identifiers"
+    )]
+    Memory(usize, usize),
+}
+
+/// Returns the memory of an agent connection without dials, in bytes.
+fn bytes_of(hello: &Hello) -> u64 {
+    CONNECTION_BYTES + IDENTIFIER_BYTES * hello.identifiers.count() as u64
 }
 
 // === impl Registry ===
 
 impl Registry {
-    /// Takes a place for an agent connection of an identity with at most `most` of them. If no place is free, ends one that
-    /// is away, and takes its place.
+    /// Takes a place for an agent connection of an identity with at most `most` of them. While no place is free, ends those
+    /// that are away, and takes their places.
     ///
     /// # Errors
-    /// Fails if the identity or the server has too many agent connections.
+    /// Fails if the identity or the server has too many agent connections, or if the memory limit has no room.
     pub(crate) fn place(
         self: &Arc<Self>,
-        identity: Arc<str>,
+        identity: &Arc<str>,
         most: usize,
+        hello: &Hello,
     ) -> Result<Place, NoPlace> {
-        let full = match self.free_place(identity.clone(), most) {
-            Err(full) => full,
-            placed => return placed,
-        };
-        let is_candidate = |place: &Place| match full {
-            NoPlace::Identity(_) => place.identity == identity,
-            NoPlace::Server(_) => true,
-        };
-        self.displace(is_candidate);
-        self.free_place(identity, most)
+        loop {
+            let full = match self.free_place(identity, most, hello) {
+                Err(full) => full,
+                placed => return placed,
+            };
+            if matches!(full, NoPlace::Memory(..)) && !self.can_make_room(hello) {
+                return Err(full);
+            }
+            let is_candidate = |place: &Place| match full {
+                NoPlace::Identity(_) => place.identity == *identity,
+                NoPlace::Server(_) | NoPlace::Memory(..) => true,
+            };
+            if !self.displace(is_candidate) {
+                return Err(full);
+            }
+        }
     }
 
-    /// Ends the oldest candidate among the agent connections that are away, if there is one.
-    fn displace(&self, is_candidate: impl Fn(&Place) -> bool) {
+    /// Returns true if a new agent connection fits the memory limit without those that are away.
+    fn can_make_room(&self, hello: &Hello) -> bool {
+        let entries = self.entries();
+        let away = entries.iter().filter(|entry| entry.agent.is_unreachable());
+        let bytes = away.filter_map(|entry| Some(entry.place.lock().as_ref()?.bytes));
+        let freed: u64 = bytes.sum();
+        let used = self.places.lock().bytes.saturating_sub(freed);
+        used.saturating_add(bytes_of(hello)) <= self.limits.memory
+    }
+
+    /// Ends the oldest candidate among the agent connections that are away. Returns false without a candidate.
+    fn displace(&self, is_candidate: impl Fn(&Place) -> bool) -> bool {
         let entries = self.entries();
         let away = entries.iter().filter(|entry| {
             entry.agent.is_unreachable() && entry.place.lock().as_ref().is_some_and(&is_candidate)
         });
         let Some(entry) = away.min_by_key(|entry| entry.agent.serial()) else {
-            return;
+            return false;
         };
         warn!(
             agent = entry.agent.hello().agent_id,
             stream = entry.agent.serial(),
-            "the agent is away, and a new agent needs its place: its link does not resume; see --max-agents and the memory limit"
+            "the agent is away, and a new agent needs its place: its link does not resume; see --max-agents, the memory limit and the limit of one identity"
         );
         entry.agent.abandon();
         entry.place.lock().take();
+        true
     }
 
-    fn free_place(self: &Arc<Self>, identity: Arc<str>, most: usize) -> Result<Place, NoPlace> {
+    /// Takes a place if one is free.
+    fn free_place(
+        self: &Arc<Self>,
+        identity: &Arc<str>,
+        most: usize,
+        hello: &Hello,
+    ) -> Result<Place, NoPlace> {
+        let bytes = bytes_of(hello);
         let mut places = self.places.lock();
+        let count = places.by_identity.get(identity).copied().unwrap_or(0);
+        if count >= most {
+            return Err(NoPlace::Identity(most));
+        }
         if places.total >= self.limits.agents {
             return Err(NoPlace::Server(self.limits.agents));
         }
-        let count = places.by_identity.entry(identity.clone()).or_default();
-        if *count >= most {
-            return Err(NoPlace::Identity(most));
+        if places.bytes.saturating_add(bytes) > self.limits.memory {
+            return Err(NoPlace::Memory(places.total, hello.identifiers.count()));
         }
-        *count += 1;
+        *places.by_identity.entry(identity.clone()).or_default() += 1;
         places.total += 1;
+        places.bytes += bytes;
         Ok(Place {
             registry: self.clone(),
-            identity,
+            identity: identity.clone(),
+            bytes,
         })
     }
 
@@ -124,26 +161,12 @@ impl Drop for Place {
     fn drop(&mut self) {
         let mut places = self.registry.places.lock();
         places.total -= 1;
+        places.bytes -= self.bytes;
         if let Some(count) = places.by_identity.get_mut(&self.identity) {
             *count -= 1;
             if *count == 0 {
                 places.by_identity.remove(&self.identity);
             }
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn memory_limit_lowers_the_number_of_agents() {
-        let mebibytes = |count: u64| Some(count * 1024 * 1024);
-        assert_eq!(most_agents(None, None), usize::MAX);
-        assert_eq!(most_agents(Some(10_000), None), 10_000);
-        assert_eq!(most_agents(Some(10_000), mebibytes(200)), 4266);
-        assert_eq!(most_agents(Some(50), mebibytes(200)), 50);
-        assert_eq!(most_agents(None, mebibytes(512)), 10_922);
     }
 }

@@ -48,7 +48,7 @@ impl World {
         let (stream, _) = AgentStream::new(hello, limits, Carrier::default(), metrics);
         let place = self
             .registry
-            .place(id.into(), MAX_IDENTITY_CONNECTIONS)
+            .place(&id.into(), MAX_IDENTITY_CONNECTIONS, &stream.hello)
             .unwrap();
         let registration = self
             .registry
