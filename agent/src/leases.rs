@@ -6,6 +6,7 @@ use culvert_kube::calls::{Verb, observed};
 use culvert_kube::client::client;
 use culvert_kube::leases::count::count_live;
 use kube::Client;
+use metrics::Gauge;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::LeaseCount;
@@ -18,6 +19,7 @@ pub(crate) struct Leases {
     client: Client,
     settings: LeaseCount,
     count: Arc<ServerCount>,
+    counted: Gauge,
 }
 
 impl Leases {
@@ -42,6 +44,7 @@ impl Leases {
             client,
             settings,
             count,
+            counted: metrics.leases_counted(),
         })
     }
 
@@ -54,6 +57,8 @@ impl Leases {
         } = &self.settings;
         let counted = count_live(self.client, namespace, selector, |live| {
             self.count.leases(live);
+            let is_counted = live.is_some_and(|live| live > 0);
+            self.counted.set(f64::from(u8::from(is_counted)));
         });
         stop.run_until_cancelled(counted).await;
     }

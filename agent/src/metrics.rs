@@ -226,6 +226,15 @@ impl AgentMetrics {
         }
     }
 
+    /// Returns the metric that shows whether the agent counts live leases. Only an agent that counts leases has the series.
+    pub fn leases_counted(&self) -> Gauge {
+        self.registry.gauge(
+            "culvert_leases_counted",
+            &[],
+            "1 while the agent counts live leases of servers, 0 while no lease is live or the Kubernetes API fails.",
+        )
+    }
+
     /// Returns the metric of watches of leases. Upstream counts watches as lists.
     pub fn lease_watches(&self) -> CallMetrics {
         CallMetrics {

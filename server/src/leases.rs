@@ -45,7 +45,7 @@ impl Leases {
             holder: server_id.to_owned(),
             labels: settings.labels.clone(),
         };
-        let own = OwnLease::new(client, contents, PROGRAM);
+        let own = OwnLease::new(client, contents, PROGRAM, metrics.lease_kept());
         Self { own, expired }
     }
 

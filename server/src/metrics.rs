@@ -447,6 +447,15 @@ impl ServerMetrics {
         }
     }
 
+    /// Returns the metric that shows whether this server keeps its lease. Only a server with a lease has the series.
+    pub fn lease_kept(&self) -> Gauge {
+        self.registry.gauge(
+            "culvert_lease_kept",
+            &[],
+            "1 while the server renews its lease, 0 before the first write and once all renewals have failed for 30 s, NaN once the server gave the lease up.",
+        )
+    }
+
     /// Returns the metrics of deletions of expired leases. The help texts are upstream's.
     pub fn lease_deletions(&self) -> CallMetrics {
         CallMetrics {

@@ -165,12 +165,14 @@ fn compatibility_page_lists_exactly_the_metrics_of_server_and_agent() {
     };
     server.lease_lists().count(&call);
     server.lease_deletions().count(&call);
+    let _kept = server.lease_kept();
     let _openvpn = OpenvpnMetrics::new(server.registry());
     let _nodes = NodeMetrics::new(server.registry());
     follow(server.registry(), culvert_server::files::Files::Agent);
     let agent = AgentMetrics::new().unwrap();
     agent.lease_lists().count(&call);
     agent.lease_watches().count(&call);
+    let _counted = agent.leases_counted();
     // Present only in an agent with an OpenVPN client.
     let _openvpn = culvert_agent::openvpn::metrics::OpenVpnMetrics::new(agent.registry());
     agent

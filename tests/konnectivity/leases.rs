@@ -133,6 +133,7 @@ async fn server_keeps_its_lease_and_deletes_expired_ones() {
     };
     assert!(total("lease_list_total", "200", "") >= 3.0);
     assert_eq!(total("lease_delete_total", "200", ""), 2.0);
+    assert_eq!(value(&metrics, "culvert_lease_kept", &[]), 1.0);
     assert_eq!(total("lease_delete_total", "429", "TooManyRequests"), 1.0);
     assert_eq!(total("lease_delete_total", "500", "InternalError"), 1.0);
     for name in ["lease_list_latency_seconds", "lease_delete_latency_seconds"] {
@@ -228,6 +229,7 @@ async fn agent_follows_the_leases_by_a_watch() {
         let labels = [("http_response_code", code), ("reason", reason)];
         value(&metrics, &agent_name(name), &labels)
     };
+    assert_eq!(value(&metrics, "culvert_leases_counted", &[]), 1.0);
     assert!(total("lease_lists_total", "200", "") >= 3.0);
     assert!(total("lease_watches_total", "200", "") >= 3.0);
     assert!(total("lease_watches_total", "410", "Expired") >= 1.0);
@@ -284,6 +286,8 @@ async fn unreachable_api_delays_neither_health_nor_servers() {
         let (status, _, _) = http_get(lone.health, path).await.unwrap();
         assert!(status.is_success(), "{path}: {status}");
     }
+    let metrics = scrape(lone.health).await.unwrap();
+    assert_eq!(value(&metrics, "culvert_leases_counted", &[]), 0.0);
     kube.api.clear_faults();
     lone.shows("known_server_count", 2.0).await;
     lone.program()

@@ -8,8 +8,9 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
 use k8s_openapi::jiff::Timestamp;
 use kube::api::{DeleteParams, Preconditions};
 use kube::{Api, Client};
+use metrics::Gauge;
 use rand::Rng as _;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -40,6 +41,10 @@ pub struct OwnLease {
     uid: Option<String>,
     /// Set before the first write.
     may_exist: bool,
+    /// Time of the last write; `None` before the first.
+    written: Option<Instant>,
+    /// 1 while the lease is live, 0 after failures for its whole duration, NaN once it is given up.
+    kept: Gauge,
     /// Pause after the next failure.
     pause: Duration,
     failures: FailureLog,
@@ -67,8 +72,9 @@ pub struct Contents {
 }
 
 impl OwnLease {
-    /// Prepares a lease; nothing is written yet. `program` is the writer's name in `managedFields`.
-    pub fn new(client: Client, contents: Contents, program: &'static str) -> Self {
+    /// Prepares a lease; nothing is written yet. `program` is the writer's name in `managedFields`. `kept` is 1 while the
+    /// lease is live, 0 after failures for its whole duration, and NaN after the stop.
+    pub fn new(client: Client, contents: Contents, program: &'static str, kept: Gauge) -> Self {
         let [pause, _] = PAUSES;
         let Contents {
             namespace,
@@ -90,6 +96,8 @@ impl OwnLease {
             known: Known::Nothing,
             uid: None,
             may_exist: false,
+            written: None,
+            kept,
             pause,
             failures: FailureLog::default(),
         }
@@ -110,6 +118,7 @@ impl OwnLease {
             };
             stop.run_until_cancelled(sleep(pause)).await;
         }
+        self.kept.set(f64::NAN);
         self.delete().await;
     }
 
@@ -122,6 +131,9 @@ impl OwnLease {
         };
         outcome.unwrap_or_else(|error| {
             self.failures.failed(&error);
+            if self.written.is_none_or(|at| at.elapsed() > DURATION) {
+                self.kept.set(0.0);
+            }
             let pause = self.pause;
             let [_, longest] = PAUSES;
             self.pause = (2 * pause).min(longest);
@@ -159,6 +171,8 @@ impl OwnLease {
         self.known = Known::Present(Box::new(written));
         [self.pause, _] = PAUSES;
         self.failures.succeeded(&self.target);
+        self.written = Some(Instant::now());
+        self.kept.set(1.0);
         Ok(RENEWAL.mul_f64(rand::rng().random_range(1.0..=1.0 + JITTER)))
     }
 

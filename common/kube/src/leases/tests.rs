@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use http::Method;
-use metrics::Counter;
 use metrics::atomics::AtomicU64;
+use metrics::{Counter, Gauge};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
@@ -32,6 +32,8 @@ struct Kept {
     api: Fake,
     stop: CancellationToken,
     task: JoinHandle<()>,
+    /// Bits of the gauge.
+    kept: Arc<AtomicU64>,
 }
 
 impl Kept {
@@ -43,12 +45,19 @@ impl Kept {
             labels: [("k8s-app".to_owned(), "konnectivity-server".to_owned())].into(),
         };
         let stop = CancellationToken::new();
-        let lease = OwnLease::new(api.client(), contents, "culvert-server");
+        let kept = Arc::new(AtomicU64::new(0));
+        let gauge = Gauge::from_arc(kept.clone());
+        let lease = OwnLease::new(api.client(), contents, "culvert-server", gauge);
         Self {
+            kept,
             api: api.clone(),
             task: tokio::spawn(lease.keep(stop.clone())),
             stop,
         }
+    }
+
+    fn is_kept(&self) -> bool {
+        f64::from_bits(self.kept.load(Ordering::Relaxed)) == 1.0
     }
 
     fn own(&self) -> Option<Value> {
@@ -97,6 +106,26 @@ async fn lease_is_created_renewed_and_deleted() {
     assert_eq!(kept.stop().await, Duration::ZERO);
     assert_eq!(api.names(), [""; 0]);
     assert_eq!(api.calls().last().unwrap(), "DELETE");
+}
+
+#[tokio::test(start_paused = true)]
+async fn gauge_shows_a_lease_that_expires_until_it_is_written_again() {
+    let api = Fake::new();
+    let kept = Kept::start(&api);
+    sleep(seconds(1)).await;
+    assert!(kept.is_kept());
+    api.set_down(true);
+    // The last write is at most 15.6 s old, and a lease is live for 30 s.
+    sleep(seconds(14)).await;
+    assert!(kept.is_kept());
+    sleep(seconds(40)).await;
+    assert!(!kept.is_kept());
+    api.set_down(false);
+    sleep(seconds(8)).await;
+    assert!(kept.is_kept());
+    let gauge = kept.kept.clone();
+    kept.stop().await;
+    assert!(f64::from_bits(gauge.load(Ordering::Relaxed)).is_nan());
 }
 
 #[tokio::test(start_paused = true)]
