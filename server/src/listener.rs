@@ -117,6 +117,11 @@ impl ListenerContext {
         })
     }
 
+    /// Counts a refused peer.
+    pub(crate) fn count(&self, reason: RejectReason) {
+        self.metrics.rejected.get((self.kind, reason)).increment(1);
+    }
+
     /// Logs and counts a refused peer.
     pub(crate) fn reject(&self, reason: RejectReason, peer: &str, why: &str) {
         reject(&self.metrics, self.kind, reason, peer, why);

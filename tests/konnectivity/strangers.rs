@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use culvert_kit::client::FrontEnd;
 use culvert_kit::services::Services;
-use culvert_tests::metrics::http_get;
+use culvert_tests::metrics::{http_get, scrape};
 use culvert_tests::process::ours;
 use culvert_tests::{Mode, Program, Topology, Transport, eventually};
 use tokio::net::{TcpSocket, TcpStream};
@@ -109,6 +109,13 @@ async fn connections_leave_descriptors_for_health_checks() {
     eventually("the server serves", LIMIT, is_healthy).await;
     let _silent = silent(Ipv4Addr::new(127, 0, 0, 2), agents).await;
     server.wait_for_log("too many open files", LIMIT).await;
+    eventually("the refused connections count", LIMIT, async || {
+        let labels = [("listener", "agent"), ("reason", "too_many_connections")];
+        let metrics = scrape(health).await.map_err(|error| error.to_string())?;
+        let count = value(&metrics, "culvert_rejected_total", &labels);
+        (count > 0.0).then_some(()).ok_or(count.to_string())
+    })
+    .await;
     let answer = timely("an answer", http_get(health, "/healthz")).await;
     assert!(answer.unwrap().0.is_success());
 }

@@ -23,7 +23,7 @@ use super::client::{ClientHandler, client_halves};
 use super::config::{Config, Mode};
 use super::files::Reloader;
 use super::interface::Keeper;
-use super::metrics::TunnelMetrics;
+use super::metrics::{Refusal, TunnelMetrics};
 use super::pool::ConnectionPool;
 use super::reach::SeedProxy;
 
@@ -146,8 +146,8 @@ impl Bound {
             spawn_essential(&upkeep, "interface", &stop, keeper.run(stop.clone()));
         }
         for (listener, route) in self.listeners.into_iter().zip(&routes) {
-            let (pool, metrics) = (pool.clone(), metrics.clone());
-            let handler = ClientHandler::new(route, pool, metrics, tasks.clone(), cut.clone());
+            let (pool, of_handler) = (pool.clone(), metrics.clone());
+            let handler = ClientHandler::new(route, pool, of_handler, tasks.clone(), cut.clone());
             let (handler, tasks) = (Arc::new(handler), tasks.clone());
             let handle = move |accepted| {
                 if let Accepted::Tcp(stream, peer) = accepted {
@@ -169,7 +169,14 @@ impl Bound {
                 ..Keepalive::default()
             };
             let listener = Listener::tcp(listener, &keepalive);
-            let serve = listener.serve(closing.clone(), handle);
+            let metrics = metrics.clone();
+            let refused = move || {
+                metrics
+                    .refused
+                    .get(Refusal::TooManyConnections)
+                    .increment(1)
+            };
+            let serve = listener.serve(closing.clone(), handle, refused);
             spawn_essential(&upkeep, "listener", &closing, serve);
         }
 

@@ -101,7 +101,7 @@ impl Front {
         let refused = || {
             self.metrics.refused(entrance, Refusal::TooManyConnections);
         };
-        listener.serve_counting(until, handle, refused).await;
+        listener.serve(until, handle, refused).await;
     }
 
     /// Serves a connection once its client's address is known and has a share left.
@@ -155,7 +155,7 @@ impl Front {
     /// Refuses a connection of a source that has used up its share.
     pub(crate) fn refuse_share(&self, entrance: Entrance, client: &Origin) {
         let listener = entrance.as_str();
-        warn!(listener, %client, "connection refused: the address has more connections than descriptors are free; raise the limit (ulimit -n, LimitNOFILE)");
+        warn!(listener, %client, "connection refused: the address has more connections than descriptors are free; raise the limit (ulimit -n, LimitNOFILE), or the memory limit, which allows one file for each 8 KiB");
         self.metrics.refused(entrance, Refusal::TooManyConnections);
     }
 

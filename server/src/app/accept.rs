@@ -105,7 +105,8 @@ pub(super) async fn serve_frontend(
             },
         );
     };
-    listener.serve(shutdown, handle).await;
+    let refused = || context.count(RejectReason::TooManyConnections);
+    listener.serve(shutdown, handle, refused).await;
 }
 
 /// Refuses a client of a Unix socket beyond the limit of connections. Clients of CONNECT receive the reason.
@@ -176,7 +177,8 @@ pub(super) async fn serve_agents(
             },
         );
     };
-    listener.serve(shutdown, handle).await;
+    let refused = || context.count(RejectReason::TooManyConnections);
+    listener.serve(shutdown, handle, refused).await;
 }
 
 /// Serves the QUIC links of agents. The tasks of one link run on one shard; the socket belongs to the caller's.

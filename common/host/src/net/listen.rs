@@ -175,14 +175,8 @@ impl Listener {
 
     /// Passes every accepted connection to `handle` until `shutdown` is cancelled. An accept error is logged
     /// and followed by a pause, because running out of file descriptors must not end the program. While seven
-    /// eighths of the descriptors are in use, new connections are closed at once.
-    pub async fn serve(self, shutdown: CancellationToken, handle: impl FnMut(Accepted)) {
-        let limit = usable_descriptors();
-        self.serve_within(limit, shutdown, handle, || ()).await;
-    }
-
-    /// Serves like [`serve`](Self::serve), and calls `refused` for every connection that is closed at once.
-    pub async fn serve_counting(
+    /// eighths of the descriptors are in use, new connections are closed at once, and `refused` is called for each.
+    pub async fn serve(
         self,
         shutdown: CancellationToken,
         handle: impl FnMut(Accepted),
@@ -430,7 +424,7 @@ mod tests {
         let socket = TcpListener::from_std(socket.into()).unwrap();
         let listener = Listener::tcp(socket, &Keepalive::default());
         let shutdown = CancellationToken::new();
-        let serve = tokio::spawn(listener.serve(shutdown.clone(), drop));
+        let serve = tokio::spawn(listener.serve(shutdown.clone(), drop, || ()));
         tokio::time::sleep(ACCEPT_PAUSE / 2).await;
         shutdown.cancel();
         let ended = tokio::time::timeout(ACCEPT_PAUSE / 4, serve);

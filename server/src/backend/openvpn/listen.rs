@@ -82,7 +82,8 @@ impl Tcp {
             };
             on_shard(&shards, shard, &tasks, accepted, serve);
         };
-        listener.serve(shutdown.clone(), handle).await;
+        let refused = || self.clients.metrics.handshake(Handshake::Evicted);
+        listener.serve(shutdown.clone(), handle, refused).await;
     }
 
     /// Takes a slot for a new client, and waits for its first bytes. Returns the address of the client, or `None`
