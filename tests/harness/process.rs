@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 
 use rustix::process::{Pid, kill_process};
 
@@ -20,6 +20,10 @@ use crate::wait::eventually;
 
 /// Size of the kept output of a program, in bytes. The oldest output is dropped first.
 const LOG_BYTES: usize = 1 << 20;
+
+/// Time for the output of a killed program to end. The output ends at once, unless a child of the program still has the
+/// pipe.
+const OUTPUT_END: Duration = Duration::from_secs(2);
 
 /// Environment variables of the developer that must not reach a program under test.
 const UNSET: [&str; 9] = [
@@ -74,9 +78,25 @@ pub struct Program {
     name: String,
     args: Vec<OsString>,
     child: Child,
-    log: Arc<Mutex<VecDeque<u8>>>,
-    readers: Vec<thread::JoinHandle<()>>,
+    output: Arc<Output>,
 }
+
+/// Output of a program on stdout and stderr.
+#[derive(Debug, Default)]
+struct Output {
+    collected: Mutex<Collected>,
+    /// Notified at the end of each pipe.
+    ended: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Collected {
+    bytes: VecDeque<u8>,
+    /// Number of pipes that are not read to their end.
+    open: usize,
+}
+
+// === impl Program ===
 
 impl Program {
     /// Starts `program` with `args` and additional environment variables. A bare name is a program of this
@@ -110,17 +130,14 @@ impl Program {
             .spawn();
         let mut child =
             spawned.unwrap_or_else(|error| panic!("cannot start {}: {error}", path.display()));
-        let log = Arc::default();
-        let readers = vec![
-            collect(child.stdout.take().unwrap(), &log),
-            collect(child.stderr.take().unwrap(), &log),
-        ];
+        let output = Arc::default();
+        Output::collect(&output, child.stdout.take().unwrap());
+        Output::collect(&output, child.stderr.take().unwrap());
         Self {
             name,
             args,
             child,
-            log,
-            readers,
+            output,
         }
     }
 
@@ -211,7 +228,7 @@ impl Program {
         })
         .await;
         eventually("the output is read to its end", deadline, async || {
-            self.readers.iter().all(thread::JoinHandle::is_finished)
+            self.output.collected.lock().open == 0
         })
         .await;
         status
@@ -219,8 +236,8 @@ impl Program {
 
     /// Returns the output of the program on stdout and stderr so far; at most the newest 1 MiB.
     pub fn log(&self) -> String {
-        let mut log = self.log.lock();
-        String::from_utf8_lossy(log.make_contiguous()).into_owned()
+        let mut collected = self.output.collected.lock();
+        String::from_utf8_lossy(collected.bytes.make_contiguous()).into_owned()
     }
 
     /// Waits until the program has written a line that contains `text`, and returns the line.
@@ -314,10 +331,8 @@ impl Program {
 impl Drop for Program {
     fn drop(&mut self) {
         self.end();
+        self.output.wait_for_end(OUTPUT_END);
         if thread::panicking() {
-            for reader in self.readers.drain(..) {
-                reader.join().ok();
-            }
             eprintln!(
                 "---- {} (pid {}) ----\n{}",
                 self.name,
@@ -328,25 +343,38 @@ impl Drop for Program {
     }
 }
 
-/// Collects the output from `pipe` until its end.
-fn collect(
-    mut pipe: impl Read + Send + 'static,
-    log: &Arc<Mutex<VecDeque<u8>>>,
-) -> thread::JoinHandle<()> {
-    let log = Arc::clone(log);
-    thread::spawn(move || {
-        let mut buffer = [0; 8192];
-        while let Ok(n @ 1..) = pipe.read(&mut buffer) {
-            let mut log = log.lock();
-            log.extend(&buffer[..n]);
-            let surplus = log.len().saturating_sub(LOG_BYTES);
-            log.drain(..surplus);
-        }
-    })
+// === impl Output ===
+
+impl Output {
+    /// Collects the output from `pipe` until its end, on another thread.
+    fn collect(output: &Arc<Self>, mut pipe: impl Read + Send + 'static) {
+        let output = Arc::clone(output);
+        output.collected.lock().open += 1;
+        thread::spawn(move || {
+            let mut buffer = [0; 8192];
+            while let Ok(n @ 1..) = pipe.read(&mut buffer) {
+                let mut collected = output.collected.lock();
+                collected.bytes.extend(&buffer[..n]);
+                let surplus = collected.bytes.len().saturating_sub(LOG_BYTES);
+                collected.bytes.drain(..surplus);
+            }
+            output.collected.lock().open -= 1;
+            output.ended.notify_all();
+        });
+    }
+
+    /// Blocks until all pipes are read to their end, at most for `limit`.
+    fn wait_for_end(&self, limit: Duration) {
+        let mut collected = self.collected.lock();
+        let is_open = |collected: &mut Collected| collected.open > 0;
+        self.ended.wait_while_for(&mut collected, is_open, limit);
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use tokio::time::Instant;
+
     use super::*;
 
     const LIMIT: Duration = Duration::from_secs(20);
@@ -387,6 +415,16 @@ mod tests {
         assert!(proc.exists());
         drop(program);
         assert!(!proc.exists());
+    }
+
+    #[tokio::test]
+    async fn child_that_keeps_the_output_open_does_not_block_the_drop() {
+        let program = shell("sleep 20 & echo up; wait");
+        program.wait_for_log("up", LIMIT).await;
+        let started = Instant::now();
+        drop(program);
+        let took = started.elapsed();
+        assert!(took >= OUTPUT_END && took < 5 * OUTPUT_END, "{took:?}");
     }
 
     #[test]
