@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use culvert_kit::pki::Pki;
 use culvert_kit::services::Services;
+use culvert_tests::eventually;
 use culvert_tests::kube_api::{KubeApi, service, slice};
 use culvert_tests::rotation::{Reloads, install, install_pair, read, uses};
-use culvert_tests::{Program, eventually};
 use http::StatusCode;
 use rustls::ClientConfig;
 use rustls_pki_types::ServerName;
@@ -114,13 +114,9 @@ async fn tunnels_continue_while_the_certificates_of_the_connect_port_rotate() {
     }
     let mut late = framed.open(RAW, b"download 7\n").await.unwrap();
     assert_eq!(late.hear(9).await.len(), 7);
-    assert_unharmed(&mut door.program);
-}
-
-fn assert_unharmed(program: &mut Program) {
-    assert_eq!(program.exited(), None);
-    let log = program.log();
-    assert!(!log.contains("panicked at"), "{log}");
+    assert_eq!(door.program.exited(), None);
+    let panics = door.metrics().await.value("culvert_panics_total", &[]);
+    assert_eq!(panics, Some(0.0));
 }
 
 #[tokio::test]

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
+use culvert_host::telemetry::panics;
 use parking_lot::{Condvar, Mutex};
-
 use rustix::process::{Pid, kill_process};
 
 pub use rustix::process::Signal;
@@ -24,6 +24,9 @@ const LOG_BYTES: usize = 1 << 20;
 /// Time for the output of a killed program to end. The output ends at once, unless a child of the program still has the
 /// pipe.
 const OUTPUT_END: Duration = Duration::from_secs(2);
+
+/// Texts in the log of one of our programs after a panic: of the program's own panic hook, and of the standard library's.
+const PANICS: [&str; 2] = [panics::MESSAGE, "panicked at"];
 
 /// Environment variables of the developer that must not reach a program under test.
 const UNSET: [&str; 9] = [
@@ -72,13 +75,16 @@ pub fn outcome(command: &mut Command) -> Result<String, String> {
     }
 }
 
-/// A running program. Dropping the value kills the program, and prints its output if the test is panicking.
+/// A running program. Dropping the value kills the program, and prints its output if the test is panicking. Otherwise the
+/// drop panics if the log of the program has a panic.
 #[derive(Debug)]
 pub struct Program {
     name: String,
     args: Vec<OsString>,
     child: Child,
     output: Arc<Output>,
+    /// True if a panic in the log does not fail the test.
+    may_panic: bool,
 }
 
 /// Output of a program on stdout and stderr.
@@ -138,6 +144,7 @@ impl Program {
             args,
             child,
             output,
+            may_panic: false,
         }
     }
 
@@ -171,14 +178,15 @@ impl Program {
         for task in tasks {
             let env = [("CULVERT_TEST_PANIC", *task)];
             let mut program = Self::spawn(program, args, &env).named(task);
+            program.may_panic = true;
             let status = program.wait_exit(deadline).await;
             let log = program.log();
             assert_eq!(status.code(), Some(70), "{task}: {log}");
             let line = format!("task=\"{task}\"");
             assert!(log.contains(&line) && log.contains("panicked"), "{log}");
-            let line =
-                "\"panic; please report the bug\" reason=\"CULVERT_TEST_PANIC names this task\"";
-            assert!(log.contains(line) && !log.contains("panicked at"), "{log}");
+            let reason = "reason=\"CULVERT_TEST_PANIC names this task\"";
+            let line = format!("\"{}\" {reason}", panics::MESSAGE);
+            assert!(log.contains(&line) && !log.contains("panicked at"), "{log}");
         }
     }
 
@@ -332,14 +340,17 @@ impl Drop for Program {
     fn drop(&mut self) {
         self.end();
         self.output.wait_for_end(OUTPUT_END);
+        let log = self.log();
         if thread::panicking() {
-            eprintln!(
-                "---- {} (pid {}) ----\n{}",
-                self.name,
-                self.pid(),
-                self.log()
-            );
+            eprintln!("---- {} (pid {}) ----\n{log}", self.name, self.pid());
+            return;
         }
+        let has_panicked = PANICS.iter().any(|text| log.contains(text));
+        assert!(
+            self.may_panic || !has_panicked,
+            "{} has panicked:\n{log}",
+            self.name
+        );
     }
 }
 
@@ -425,6 +436,13 @@ mod tests {
         drop(program);
         let took = started.elapsed();
         assert!(took >= OUTPUT_END && took < 5 * OUTPUT_END, "{took:?}");
+    }
+
+    #[tokio::test]
+    #[should_panic(expected = "sh has panicked")]
+    async fn panic_in_the_log_fails_the_test() {
+        let mut program = shell(&format!("echo 'E0101 \"{}\"' >&2", panics::MESSAGE));
+        program.wait_exit(LIMIT).await;
     }
 
     #[test]

@@ -318,7 +318,7 @@ async fn packet_over_the_size_limit_ends_only_that_agents_stream() {
         agent.hear_end().await;
         server_shows(&topology, "ready_backends", &[], 1.0).await;
         innocent.still_echoes("a packet of 5 MiB").await;
-        assert_unharmed(&mut topology);
+        assert_unharmed(&mut topology).await;
     }
 }
 

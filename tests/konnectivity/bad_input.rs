@@ -112,7 +112,7 @@ async fn garbage_at_any_port_is_rejected_and_counted() {
             becomes_rejected(&topology, "agent", None, told).await;
         }
         assert!(rejected(&topology, "frontend", None).await >= 3.0);
-        assert_unharmed(&mut topology);
+        assert_unharmed(&mut topology).await;
         drop(innocent);
         server_is_idle(&topology).await;
     }
@@ -169,7 +169,7 @@ async fn invalid_connect_requests_are_rejected_and_counted() {
         }
         drop(innocent);
         server_is_idle(&topology).await;
-        assert_unharmed(&mut topology);
+        assert_unharmed(&mut topology).await;
     }
 }
 
@@ -228,7 +228,7 @@ async fn stalled_handshakes_time_out_without_disturbing_others() {
     innocent
         .still_echoes("the end of the stalled handshakes")
         .await;
-    assert_unharmed(&mut topology);
+    assert_unharmed(&mut topology).await;
 }
 
 async fn tls_refused(topology: &Topology, addr: SocketAddr, pair: &Pair) {
@@ -276,7 +276,7 @@ async fn certificates_of_an_unknown_ca_are_refused() {
             "{log}"
         );
         innocent.still_echoes("certificates of an unknown CA").await;
-        assert_unharmed(&mut topology);
+        assert_unharmed(&mut topology).await;
     }
 }
 
@@ -310,5 +310,5 @@ async fn clients_without_a_certificate_are_refused() {
     }
     let text = "the peer presented no client certificate";
     topology.server(0).wait_for_log(text, LIMIT).await;
-    assert_unharmed(&mut topology);
+    assert_unharmed(&mut topology).await;
 }

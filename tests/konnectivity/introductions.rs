@@ -73,7 +73,7 @@ async fn invalid_introductions_are_counted_and_disturb_no_other_connection() {
     refused_as_garbage(&topology, 1.0 + cases.len() as f64).await;
     server_shows(&topology, "ready_backends", &[], 1.0).await;
     innocent.still_echoes("all invalid introductions").await;
-    assert_unharmed(&mut topology);
+    assert_unharmed(&mut topology).await;
 }
 
 async fn refused_as_garbage(topology: &Topology, count: f64) {
@@ -321,7 +321,7 @@ async fn agents_of_our_servers_leave_duplicates_early() {
         let early = "the agent is already connected";
         program.wait_for_log(early, LIMIT).await;
     }
-    assert_unharmed(&mut topology);
+    assert_unharmed(&mut topology).await;
 }
 
 #[tokio::test]

@@ -182,7 +182,7 @@ async fn between_our_programs(mode: Mode) {
     server_is_idle(&topology).await;
     agent_shows(&topology, "open_endpoint_connections", &[], 0.0).await;
     excess_is_given_back(&topology).await;
-    assert_unharmed(&mut topology);
+    assert_unharmed(&mut topology).await;
 }
 
 async fn excess_is_given_back(topology: &Topology) {

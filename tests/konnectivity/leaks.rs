@@ -180,7 +180,7 @@ async fn leaves_nothing(mode: Mode, transport: Transport, count: usize) {
         let closed = async || services.open_connections() == 0;
         eventually("the endpoints' connections ended", LIMIT, closed).await;
     }
-    assert_unharmed(&mut topology);
+    assert_unharmed(&mut topology).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -308,5 +308,5 @@ async fn malformed_requests_do_not_disturb_health_and_admin_pages() {
     }
     page(topology.server_health(0), "/healthz", 200, "ok").await;
     page(topology.agent_health(0), "/healthz", 200, "ok").await;
-    assert_unharmed(&mut topology);
+    assert_unharmed(&mut topology).await;
 }

@@ -491,7 +491,7 @@ async fn link_resumes_although_the_api_does_not_answer() {
     innocent.still_echoes("failed reviews").await;
     assert_eq!(closed(&server.topology.server_metrics(0).await), 0.0);
     drop(innocent);
-    assert_unharmed(&mut server.topology);
+    assert_unharmed(&mut server.topology).await;
 }
 
 #[tokio::test]
@@ -542,5 +542,5 @@ async fn requests_without_a_session_are_refused_and_disturb_no_session() {
     }
     resumed(&topology, "unknown", 1.0).await;
     server_shows(&topology, "ready_backends", &[], 1.0).await;
-    assert_unharmed(&mut topology);
+    assert_unharmed(&mut topology).await;
 }

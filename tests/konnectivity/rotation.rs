@@ -185,7 +185,7 @@ async fn no_connection_is_lost(mode: Mode) {
         assert_eq!(count(address, files, "failed").await, 0.0, "{files}");
     }
     assert_eq!(topology.ready_agents(0).await, 1.0);
-    assert_unharmed(&mut topology);
+    assert_unharmed(&mut topology).await;
 }
 
 #[tokio::test]
@@ -218,7 +218,7 @@ async fn agent_connects_again_with_its_renewed_certificate_and_ca() {
     topology.restart_server(0).await;
     topology.wait_for_agents().await;
     Innocent::open(&topology, services.raw).await;
-    assert_unharmed(&mut topology);
+    assert_unharmed(&mut topology).await;
 }
 
 #[tokio::test]
@@ -244,7 +244,7 @@ async fn broken_files_leave_the_certificates_in_use_and_are_reported_once() {
     assert_eq!(count(server, "frontend", "failed").await, 2.0);
     let log = topology.server(0).log();
     assert_eq!(log.matches(text).count(), 1, "{log}");
-    assert_unharmed(&mut topology);
+    assert_unharmed(&mut topology).await;
 }
 
 #[tokio::test]

@@ -54,7 +54,7 @@ async fn a_client_that_stops_reading(mode: Mode, transport: Transport) {
     agent_shows(&topology, "open_endpoint_connections", &[], 0.0).await;
     let closed = async || services.open_connections() == 0;
     eventually("the endpoints' connections ended", LIMIT, closed).await;
-    assert_unharmed(&mut topology);
+    assert_unharmed(&mut topology).await;
 }
 
 /// Waits until the server has transferred nothing for `STILL`.
@@ -107,7 +107,7 @@ async fn endpoint_that_stops_reading_stays_open() {
     server_is_idle(&topology).await;
     drop(services);
     agent_shows(&topology, "open_endpoint_connections", &[], 0.0).await;
-    assert_unharmed(&mut topology);
+    assert_unharmed(&mut topology).await;
 }
 
 /// A TLS client may leave before or after the end of its bytes, while the endpoint reads nothing.

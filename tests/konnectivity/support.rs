@@ -6,7 +6,7 @@ use std::time::Duration;
 use culvert_kit::client::{BoxedStream, ClientError};
 use culvert_kit::pki::Pki;
 use culvert_tests::metrics::Metrics;
-use culvert_tests::{Mode, Program, Topology, Transport, eventually};
+use culvert_tests::{Mode, Topology, Transport, eventually};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::time::timeout;
 
@@ -223,13 +223,13 @@ impl Innocent {
     }
 }
 
-/// Checks that the first server and the first agent are running and have not panicked.
-pub(crate) fn assert_unharmed(topology: &mut Topology) {
-    let unharmed = |program: &mut Program| {
-        assert_eq!(program.exited(), None);
-        let log = program.log();
-        assert!(!log.contains("panicked at"), "{log}");
-    };
-    unharmed(topology.server(0));
-    unharmed(topology.agent(0));
+/// Checks that the first server and the first agent are running, answer, and count no panics.
+pub(crate) async fn assert_unharmed(topology: &mut Topology) {
+    assert_eq!(topology.server(0).exited(), None);
+    assert_eq!(topology.agent(0).exited(), None);
+    let server = topology.server_metrics(0).await;
+    let agent = topology.agent_metrics(0).await;
+    for page in [server, agent] {
+        assert_eq!(page.value("culvert_panics_total", &[]), Some(0.0));
+    }
 }

@@ -158,7 +158,7 @@ async fn switch_takes_effect_and_appears_in_status_and_metrics() {
     innocent.still_echoes("after all switches").await;
     let program = server.topology.server(0);
     program.wait_for_log("the switch is complete", LIMIT).await;
-    assert_unharmed(&mut server.topology);
+    assert_unharmed(&mut server.topology).await;
 }
 
 #[tokio::test]
@@ -203,7 +203,7 @@ async fn switched_mode_survives_restarts() {
         .shows(TunnelMode::Konnectivity, SetBy::Flag, "")
         .await;
     server.topology.wait_for_agents().await;
-    assert_unharmed(&mut server.topology);
+    assert_unharmed(&mut server.topology).await;
 }
 
 /// Updates a mounted ConfigMap as the kubelet does: a new folder for each version, and an atomic change of a
@@ -282,7 +282,7 @@ async fn mounted_file_sets_the_mode() {
     server
         .shows(TunnelMode::PreferKonnectivity, SetBy::File, "")
         .await;
-    assert_unharmed(&mut server.topology);
+    assert_unharmed(&mut server.topology).await;
 }
 
 #[tokio::test]

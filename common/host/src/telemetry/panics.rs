@@ -11,6 +11,9 @@ use tracing::{Span, error};
 
 use super::logging::{self, WRITER_THREAD};
 
+/// Message of the log line of a panic.
+pub const MESSAGE: &str = "panic; please report the bug";
+
 /// Name of the thread that logs a panic.
 const THREAD: &str = "panic";
 
@@ -58,10 +61,7 @@ fn log(info: &PanicHookInfo<'_>) -> bool {
             _ => None,
         };
         let _span = span.entered();
-        error!(
-            reason,
-            location, thread, backtrace, "panic; please report the bug"
-        );
+        error!(reason, location, thread, backtrace, "{MESSAGE}");
         logging::flush(LOG_FLUSH);
     })
 }
