@@ -3,10 +3,10 @@
 use std::collections::VecDeque;
 use std::ffi::{OsStr, OsString};
 use std::fs;
-use std::io::{Read, Write as _};
+use std::io::{self, Read, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock, mpsc};
 use std::thread;
 use std::time::Duration;
 
@@ -16,7 +16,11 @@ use rustix::process::{Pid, kill_process};
 
 pub use rustix::process::Signal;
 
+use crate::skip::find_program;
 use crate::wait::eventually;
+
+/// A command to start, and the place of the outcome.
+type Order = (Command, mpsc::Sender<io::Result<Child>>);
 
 /// Size of the kept output of a program, in bytes. The oldest output is dropped first.
 const LOG_BYTES: usize = 1 << 20;
@@ -75,6 +79,34 @@ pub fn outcome(command: &mut Command) -> Result<String, String> {
     }
 }
 
+/// Returns a command for a program that the kernel kills when the thread that starts the command ends. Without `setpriv`,
+/// the program survives a killed test.
+fn mortal(program: &Path) -> Command {
+    let Some(setpriv) = find_program("setpriv", []) else {
+        return Command::new(program);
+    };
+    let mut command = Command::new(setpriv);
+    command.args(["--pdeathsig", "KILL"]).arg(program);
+    command
+}
+
+/// Starts a command on a thread that lives as long as this process. The thread of a test, or of its runtime, may end
+/// before the program is dropped.
+fn spawn(command: Command) -> io::Result<Child> {
+    static SPAWNER: LazyLock<mpsc::Sender<Order>> = LazyLock::new(|| {
+        let (orders, received) = mpsc::channel::<Order>();
+        thread::spawn(move || {
+            for (mut command, outcome) in received {
+                outcome.send(command.spawn()).expect("a waiting caller");
+            }
+        });
+        orders
+    });
+    let (outcome, received) = mpsc::channel();
+    SPAWNER.send((command, outcome)).expect("a running spawner");
+    received.recv().expect("an outcome")
+}
+
 /// A running program. Dropping the value kills the program, and prints its output if the test is panicking. Otherwise the
 /// drop panics if the log of the program has a panic.
 #[derive(Debug)]
@@ -122,20 +154,20 @@ impl Program {
             1 => ours(&name),
             _ => program.to_owned(),
         };
-        let mut command = Command::new(&path);
+        assert!(path.is_file(), "{} is missing", path.display());
+        let mut command = mortal(&path);
         for key in UNSET {
             command.env_remove(key);
         }
         let args: Vec<_> = args.into_iter().map(|it| it.as_ref().to_owned()).collect();
-        let spawned = command
+        command
             .args(&args)
             .envs(env.iter().copied())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn();
-        let mut child =
-            spawned.unwrap_or_else(|error| panic!("cannot start {}: {error}", path.display()));
+            .stderr(Stdio::piped());
+        let mut child = spawn(command)
+            .unwrap_or_else(|error| panic!("cannot start {}: {error}", path.display()));
         let output = Arc::default();
         Output::collect(&output, child.stdout.take().unwrap());
         Output::collect(&output, child.stderr.take().unwrap());
@@ -205,7 +237,7 @@ impl Program {
 
     /// Returns true if all threads are stopped, or ended.
     fn is_stopped(&self) -> bool {
-        let is_stopped = |thread: std::io::Result<fs::DirEntry>| {
+        let is_stopped = |thread: io::Result<fs::DirEntry>| {
             let stat = fs::read_to_string(thread.expect("a thread").path().join("stat"));
             // The state follows the name, which may contain any character (proc_pid_stat(5)).
             let state = |stat: String| stat.rsplit(") ").next()?.chars().next();
@@ -387,8 +419,12 @@ mod tests {
     use tokio::time::Instant;
 
     use super::*;
+    use crate::skip::skip;
 
     const LIMIT: Duration = Duration::from_secs(20);
+
+    /// Environment variable of a test process that is killed.
+    const KILLED: &str = "CULVERT_TEST_KILLED";
 
     fn shell(script: &str) -> Program {
         Program::spawn("/bin/sh", ["-c", script], &[("GREETING", "hello")])
@@ -426,6 +462,32 @@ mod tests {
         assert!(proc.exists());
         drop(program);
         assert!(!proc.exists());
+    }
+
+    #[tokio::test]
+    async fn programs_end_with_a_test_process_that_is_killed() {
+        if std::env::var_os(KILLED).is_some() {
+            // A thread that ends at once starts the program.
+            let start = || shell("echo started $$; exec sleep 60");
+            let program = thread::spawn(start).join().unwrap();
+            println!("\n{}", program.wait_for_log("started", LIMIT).await);
+            return std::future::pending().await;
+        }
+        if find_program("setpriv", []).is_none() {
+            return skip("no setpriv");
+        }
+        let name = "process::tests::programs_end_with_a_test_process_that_is_killed";
+        let args = ["--exact", name, "--nocapture"];
+        let test = Program::spawn(std::env::current_exe().unwrap(), args, &[(KILLED, "1")]);
+        let line = test.wait_for_log("started", LIMIT).await;
+        let stat = format!("/proc/{}/stat", line.trim_start_matches("started "));
+        assert!(fs::exists(&stat).unwrap());
+        test.kill();
+        eventually("the program ends", LIMIT, async || {
+            // A process that is not reaped yet is a zombie.
+            fs::read_to_string(&stat).map_or(true, |stat| stat.contains(") Z "))
+        })
+        .await;
     }
 
     #[tokio::test]
