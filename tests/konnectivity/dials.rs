@@ -114,6 +114,42 @@ async fn unanswered_dial_times_out_and_the_agent_stays_in_use() {
 }
 
 #[tokio::test]
+async fn dials_beyond_the_limit_of_pending_dials_fail_at_once() {
+    for mode in MODES {
+        let topology = server_alone(mode, &["--max-pending-dials=1"]).await;
+        let mut agent = scripts::agent(&topology, "slow").await;
+        let pending = topology.connect("10.0.0.1:443");
+        tokio::pin!(pending);
+        let dial = tokio::select! {
+            connected = &mut pending => panic!("connected: {}", connected.is_ok()),
+            dial = agent.hear_dial() => dial,
+        };
+        server_shows(&topology, "pending_backend_dials", &[], 1.0).await;
+        let error = refusal(&topology, "10.0.0.2:443").await;
+        let text =
+            "No agent available: 1 dials wait for an answer, the limit of --max-pending-dials";
+        assert_refused(&error, 503, text, text);
+        assert_eq!(dial_failures(&topology, "too_many_dials").await, 1.0);
+        server_shows(&topology, "pending_backend_dials", &[], 1.0).await;
+        agent.say(opened(dial, 1)).await;
+        let _first = timely("the first connection", pending).await.unwrap();
+        let answers = async {
+            let dial = loop {
+                match agent.hear().await {
+                    Message::DialRequest { dial, .. } => break dial,
+                    // A slow test makes the agent silent for so long that the server probes the agent.
+                    probe => assert_eq!(probe, close_request(-1)),
+                }
+            };
+            agent.say(opened(dial, 2)).await;
+        };
+        let (third, ()) = tokio::join!(topology.connect("10.0.0.3:443"), answers);
+        third.unwrap();
+        assert_eq!(dial_failures(&topology, "too_many_dials").await, 1.0);
+    }
+}
+
+#[tokio::test]
 async fn agent_that_stops_reading_is_retired() {
     let topology = server_alone(Mode::HttpConnect, &["--backend-dial-timeout=1s"]).await;
     let mut agent = scripts::agent(&topology, "deaf").await;
