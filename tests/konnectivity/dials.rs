@@ -150,6 +150,31 @@ async fn dials_beyond_the_limit_of_pending_dials_fail_at_once() {
 }
 
 #[tokio::test]
+async fn agent_with_the_most_connections_gets_no_dial_until_one_closes() {
+    let services = Services::start().await.unwrap();
+    let target = services.raw.to_string();
+    for mode in MODES {
+        let topology = Topology::builder(mode, Transport::Uds)
+            .servers(1)
+            .server_args(&["--max-connections-per-agent=1"])
+            .agents(1)
+            .start()
+            .await;
+        let mut first = Innocent::open(&topology, services.raw).await;
+        let error = refusal(&topology, &target).await;
+        assert_refused(&error, 500, "No agent available", "No agent available");
+        assert_eq!(dial_failures(&topology, "no_agent").await, 1.0);
+        first.still_echoes("a refused dial").await;
+        drop(first);
+        let next = eventually("a dial succeeds", LIMIT, async || {
+            topology.connect(&target).await
+        })
+        .await;
+        Innocent::over(next).await;
+    }
+}
+
+#[tokio::test]
 async fn agent_that_stops_reading_is_retired() {
     let topology = server_alone(Mode::HttpConnect, &["--backend-dial-timeout=1s"]).await;
     let mut agent = scripts::agent(&topology, "deaf").await;

@@ -871,14 +871,18 @@ fn limit_of_zero_means_no_limit() {
     let files = Files::new();
     let config = files.uds(&[
         "--max-agents=0",
+        "--max-connections-per-agent=5",
         "--max-pending-dials=7",
         "--proxy-strategies=cidr,default,cidr",
     ]);
     let config = config.unwrap();
-    assert_eq!(
-        (config.limits.agents, config.limits.pending_dials),
-        (None, Some(7))
-    );
+    let expected = Limits {
+        frontend_connections: Some(100_000),
+        agents: None,
+        connections_per_agent: Some(5),
+        pending_dials: Some(7),
+    };
+    assert_eq!(config.limits, expected);
     assert_eq!(config.strategies, [Strategy::Cidr, Strategy::Default]);
     let problems = files.errors(&[&UDS[..], &["--max-agents=-1"]].concat());
     assert_eq!(problems, ["--max-agents must be >= 0, got -1"]);
