@@ -14,6 +14,7 @@ mod support;
 mod abuse;
 mod balancer;
 mod changes;
+mod congestion;
 mod discovery;
 mod interface;
 mod judge;

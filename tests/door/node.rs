@@ -24,7 +24,7 @@ const HALF: &str = "half.demo.svc.cluster.local:443";
 const GONE: &str = "gone.demo.svc.cluster.local:443";
 
 /// A running node tunnel.
-struct Node {
+pub(crate) struct Node {
     program: Program,
     stats: SocketAddr,
     _ports: Ports,
@@ -33,7 +33,7 @@ struct Node {
 
 impl Node {
     /// Starts a node tunnel with one listener for each authority.
-    async fn start(proxy: SocketAddr, authorities: &[&str], flags: &[&str]) -> Self {
+    pub(crate) async fn start(proxy: SocketAddr, authorities: &[&str], flags: &[&str]) -> Self {
         Self::start_with(proxy, authorities, flags, &[]).await
     }
 
@@ -79,7 +79,7 @@ impl Node {
         TcpStream::connect(self.listeners[listener]).await.unwrap()
     }
 
-    async fn is_ready(&self) {
+    pub(crate) async fn is_ready(&self) {
         eventually("the node tunnel is ready", LIMIT, async || {
             let (status, _, body) = http_get(self.stats, "/readyz").await?;
             anyhow::ensure!(status == StatusCode::OK, "{status} {body:?}");

@@ -11,6 +11,7 @@
 //! | [`rolling`] | traffic during a rolling update |
 //! | [`balancer`] | a TCP load balancer that picks a backend at random |
 //! | [`link`] | a link with delay, loss and a limited rate |
+//! | [`congestion`] | congestion controls of connections |
 //! | [`black_hole`](mod@black_hole) | an address where connects hang |
 //! | [`interop`] | the stock programs and the Go driver |
 //! | [`envoy`], [`haproxy`] | front doors of other projects |
@@ -26,6 +27,7 @@
 pub mod balancer;
 pub mod black_hole;
 pub mod charts;
+pub mod congestion;
 pub mod envoy;
 pub mod haproxy;
 pub mod hello;

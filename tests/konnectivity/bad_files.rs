@@ -459,4 +459,20 @@ async fn congestion_control_that_the_kernel_lacks_is_an_error_with_the_remedy() 
     ends_with("culvert-server", &flags.on_unix(), &wrong, &texts).await;
     let agent = [flag("ca-cert", &flags.pki.ca), "--v=2".to_owned()];
     ends_with("culvert-agent", &agent, &wrong, &texts).await;
+    let [sni, tunneling, stats, listen] = flags.ports;
+    let door = [
+        flag("config", &flags.file("door.yaml", "upstreams:\n")),
+        "--bind-address=127.0.0.1".into(),
+        format!("--envoy-sni-port={sni}"),
+        format!("--envoy-tunneling-port={tunneling}"),
+        format!("--envoy-stats-port={stats}"),
+    ];
+    ends_with("culvert-nodeport-proxy", &door, &wrong, &texts).await;
+    let node = [
+        format!("--proxy=127.0.0.1:{tunneling}"),
+        format!("--listen=127.0.0.1:{listen}=raw.demo.svc.cluster.local:443"),
+        "--stats-address=127.0.0.1".into(),
+        format!("--stats-port={stats}"),
+    ];
+    ends_with("culvert-node-tunnel", &node, &wrong, &texts).await;
 }

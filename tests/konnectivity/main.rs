@@ -15,6 +15,7 @@ mod agent_streams;
 mod bad_files;
 mod bad_input;
 mod closes;
+mod congestion;
 mod destinations;
 mod dials;
 mod foreign;
