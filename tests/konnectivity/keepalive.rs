@@ -1,18 +1,29 @@
-//! Keepalive of a connection between a Culvert server and a Culvert agent, as bytes on the wire.
+//! Keepalive of the connections of a Culvert server to agents and to clients, as bytes on the wire.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use culvert_kit::client::{self, FrontEnd};
+use culvert_kit::services::Services;
 use culvert_tests::{Mode, Topology, Transport, eventually};
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::time::Instant;
 
 use crate::searching::Lone;
-use crate::support::LIMIT;
+use crate::support::{Innocent, LIMIT};
+
+/// Size of the head of an HTTP/2 frame, in bytes (RFC 9113, section 4.1).
+const FRAME_HEAD: usize = 9;
+
+/// Type of the frame PING, and the flag of an answer (RFC 9113, section 6.7).
+const PING: u8 = 6;
+const ACK: u8 = 1;
 
 /// Size of a TLS 1.3 record with one HTTP/2 PING, in bytes: a record header of 5, a PING of 17, a content type of 1,
 /// and an authentication tag of 16.
@@ -126,6 +137,94 @@ async fn keepalive_time_of_either_end_sets_the_pings_of_an_idle_native_connectio
         pings_with(&["--keepalive-time=10s"], &[]),
         pings_with(&[], &["--keepalive-time=10s"]),
     );
+}
+
+/// A gRPC client with an open, idle call, and the number of PINGs from the server.
+struct IdleClient {
+    connection: Innocent,
+    pings: Arc<AtomicUsize>,
+    _topology: Topology,
+}
+
+impl IdleClient {
+    /// Starts a server with these flags, an agent, and the client.
+    async fn start(services: &Services, flags: &[&str]) -> Self {
+        let topology = Topology::builder(Mode::Grpc, Transport::Uds)
+            .servers(1)
+            .server_args(flags)
+            .agents(1)
+            .start()
+            .await;
+        let FrontEnd::GrpcUds(socket) = topology.front_end().clone() else {
+            panic!("the front end must be gRPC over a Unix socket");
+        };
+        let path = topology.dir().join("counted.socket");
+        let listener = UnixListener::bind(&path).unwrap();
+        let pings = Arc::<AtomicUsize>::default();
+        tokio::spawn(count_pings(listener, socket, pings.clone()));
+        let front = FrontEnd::GrpcUds(path);
+        let stream = client::connect(&front, &services.raw.to_string(), LIMIT).await;
+        Self {
+            connection: Innocent::over(stream.unwrap()).await,
+            pings,
+            _topology: topology,
+        }
+    }
+}
+
+/// Forwards one connection to the server at `socket`, and counts the PINGs from the server.
+async fn count_pings(
+    listener: UnixListener,
+    socket: PathBuf,
+    pings: Arc<AtomicUsize>,
+) -> std::io::Result<()> {
+    let (client, _) = listener.accept().await?;
+    let server = UnixStream::connect(socket).await?;
+    let (mut from_client, to_client) = client.into_split();
+    let (from_server, mut to_server) = server.into_split();
+    tokio::select! {
+        ended = forward_frames(from_server, to_client, &pings) => ended,
+        copied = tokio::io::copy(&mut from_client, &mut to_server) => copied.map(drop),
+    }
+}
+
+/// Forwards HTTP/2 frames until an error, and counts PINGs.
+async fn forward_frames(
+    mut from: impl AsyncRead + Unpin,
+    mut to: impl AsyncWrite + Unpin,
+    pings: &AtomicUsize,
+) -> std::io::Result<()> {
+    loop {
+        let mut head = [0_u8; FRAME_HEAD];
+        from.read_exact(&mut head).await?;
+        let length = u32::from_be_bytes([0, head[0], head[1], head[2]]);
+        let mut payload = vec![0_u8; length as usize];
+        from.read_exact(&mut payload).await?;
+        if head[3] == PING && head[4] & ACK == 0 {
+            pings.fetch_add(1, Ordering::Relaxed);
+        }
+        to.write_all(&head).await?;
+        to.write_all(&payload).await?;
+    }
+}
+
+#[tokio::test]
+async fn frontend_keepalive_time_sets_the_pings_of_an_idle_client() {
+    let services = Services::start().await.unwrap();
+    let rare = ["--frontend-keepalive-time=1h", "--keepalive-time=1s"];
+    let frequent = ["--frontend-keepalive-time=1s", "--keepalive-time=1h"];
+    let mut without = IdleClient::start(&services, &rare).await;
+    let mut with = IdleClient::start(&services, &frequent).await;
+    eventually("three PINGs", LIMIT, async || {
+        let count = with.pings.load(Ordering::Relaxed);
+        (count >= 3).then_some(()).ok_or(count)
+    })
+    .await;
+    // This client has been idle for longer.
+    assert_eq!(without.pings.load(Ordering::Relaxed), 0);
+    for client in [&mut with, &mut without] {
+        client.connection.still_echoes("the idle time").await;
+    }
 }
 
 #[test]
