@@ -17,6 +17,7 @@ use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use tempfile::TempDir;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, copy_bidirectional};
 use tokio::net::{TcpListener, TcpStream};
+use tokio_rustls::TlsAcceptor;
 
 use crate::scripts::{Server, acceptor};
 use crate::support::*;
@@ -263,6 +264,31 @@ async fn silent_server_does_not_stop_the_search() {
         gets_past(Silence::Tls),
         gets_past(Silence::Preface),
     );
+}
+
+#[tokio::test]
+async fn alpn_proto_is_offered_in_the_handshake() {
+    let mut lone = Lone::new();
+    let cluster = &lone.pki.cluster;
+    let identity = Identity::load(&cluster.cert, &cluster.key).unwrap();
+    let config = server_config(&identity, None, &[b"custom"], &TlsOptions::default()).unwrap();
+    let tls = TlsAcceptor::from(config);
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let port = format!("--proxy-server-port={port}");
+    let handshake = async || {
+        let (stream, _) = listener.accept().await?;
+        tls.accept(stream).await
+    };
+    lone.start(&[&port], &[]);
+    assert!(timely("a handshake", handshake()).await.is_err());
+    lone.program().wait_for_log("(ALPN)", LIMIT).await;
+    lone.kill();
+    lone.start(&[&port, "--alpn-proto=custom"], &[]);
+    // The killed agent may have left connections in the queue of the listener.
+    let stream = eventually("a handshake succeeds", LIMIT, handshake).await;
+    let alpn = stream.get_ref().1.alpn_protocol();
+    assert_eq!(alpn, Some(b"custom".as_slice()));
 }
 
 #[tokio::test]
