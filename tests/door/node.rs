@@ -158,6 +158,26 @@ async fn node_tunnel_works_with_our_front_door() {
 }
 
 #[tokio::test]
+async fn client_beyond_max_connections_is_closed_and_the_log_names_the_flag() {
+    let services = Services::start().await.unwrap();
+    let door = door(&services, &["--max-connections=1"]).await;
+    let node = Node::start(door.tunneling, &[RAW], &[]).await;
+    let mut first = node.connect(0).await;
+    first.write_all(b"echo\nx").await.unwrap();
+    assert_eq!(timely("an echo", first.read_u8()).await.unwrap(), b'x');
+    let mut second = node.connect(0).await;
+    let end = timely("the end", second.read(&mut [0])).await;
+    assert_eq!(end.unwrap_or(0), 0);
+    let text = "raise --max-connections of the nodeport-proxy";
+    node.program.wait_for_log(text, LIMIT).await;
+    let labels = [("reason", "503")];
+    let refused = node.value("culvert_node_tunnel_refused_total", &labels);
+    assert_eq!(refused.await, 1.0);
+    first.write_all(b"y").await.unwrap();
+    assert_eq!(timely("an echo", first.read_u8()).await.unwrap(), b'y');
+}
+
+#[tokio::test]
 async fn node_tunnel_works_with_envoy() {
     let Some(envoy) = Envoy::get() else { return };
     let services = Services::start().await.unwrap();

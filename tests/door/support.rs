@@ -14,7 +14,7 @@ use culvert_tests::process::ours;
 use culvert_tests::{Program, eventually};
 use h2::client::SendRequest;
 use h2::{RecvStream, SendStream};
-use http::{Request, StatusCode};
+use http::{HeaderMap, Request, StatusCode};
 use rustls::pki_types::{CertificateDer, PrivatePkcs8KeyDer, ServerName};
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 use tempfile::TempDir;
@@ -420,6 +420,8 @@ impl Drop for Http2 {
 
 /// A CONNECT tunnel over HTTP/2.
 pub(crate) struct Tunnel {
+    /// Header fields of the answer.
+    pub headers: HeaderMap,
     pub receive: RecvStream,
     pub send: SendStream<Bytes>,
 }
@@ -483,9 +485,14 @@ impl Http2 {
             send.send_data(Bytes::from_static(early), false)?;
         }
         let response = timely("an answer", response).await?;
-        let status = response.status();
-        let receive = response.into_body();
-        Ok((status, Tunnel { receive, send }))
+        let (head, receive) = response.into_parts();
+        let headers = head.headers;
+        let tunnel = Tunnel {
+            headers,
+            receive,
+            send,
+        };
+        Ok((head.status, tunnel))
     }
 
     /// Sends a request, and returns the status.

@@ -215,7 +215,8 @@ pub struct Settings {
     pub connection_idle: Option<&'static str>,
     /// Idle time after which a CONNECT stream is closed.
     pub stream_idle: Option<&'static str>,
-    /// Largest number of connections to each cluster. The platform has no such setting.
+    /// Largest number of connections to each cluster. One more request may wait for a connection. The platform has no
+    /// such setting.
     pub max_connections: Option<u32>,
 }
 
@@ -290,7 +291,7 @@ impl Seed {
         self.clusters.iter().map(|(name, endpoints)| {
             let mut cluster = cluster(name, "1s", endpoints);
             if let Some(most) = self.settings.max_connections {
-                let thresholds = json!([{ "max_connections": most }]);
+                let thresholds = json!([{ "max_connections": most, "max_pending_requests": 1 }]);
                 cluster["circuit_breakers"] = json!({ "thresholds": thresholds });
             }
             cluster

@@ -138,11 +138,17 @@ pub(super) async fn http2(client: &Http2, name: &str) -> Result<Tunnel, StatusCo
     client.open(&authority(name), b"").await
 }
 
-/// Returns the status of a CONNECT. Returns `reset` if the stream ends first, and `lost` if the connection ends
-/// first.
+/// Returns the status of a CONNECT, followed by the value of `x-envoy-overloaded` if the answer has this header. Returns
+/// `reset` if the stream ends first, and `lost` if the connection ends first.
 pub(super) async fn http2_status(client: &Http2, authority: &str) -> String {
     match client.connect_to(authority, b"").await {
-        Ok((status, _)) => status.as_u16().to_string(),
+        Ok((status, tunnel)) => {
+            let status = status.as_u16();
+            match tunnel.headers.get("x-envoy-overloaded") {
+                Some(value) => format!("{status} overloaded={}", value.to_str().unwrap()),
+                None => status.to_string(),
+            }
+        }
         Err(error) if error.is_reset() => "reset".to_owned(),
         Err(_) => "lost".to_owned(),
     }
