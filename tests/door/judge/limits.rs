@@ -14,7 +14,7 @@ use super::endpoints::{Endpoint, counts_late};
 use super::{Pair, Side, Verdicts, authority, exposed, server_name};
 use crate::abuse::{answered_flood, reset_many};
 use crate::frames::{self, CONTINUATION, GOAWAY, HEADERS, SETTINGS, connect_fields, field, frame};
-use crate::support::{Http2, Upstream, timely};
+use crate::support::{Http2, LIMIT, Upstream, timely};
 
 const GONE: ([u8; 4], u16) = ([127, 0, 0, 1], 1);
 
@@ -180,7 +180,12 @@ async fn connections_beyond_max_connections_are_refused() {
         }
         let known = authority("raw");
         let mut third = Box::pin(http2_status(&client, &known));
-        let at_once = timeout(Duration::from_secs(1), &mut third).await;
+        // Only Envoy lets the request wait. Our 503 may be late on a busy machine.
+        let patience = match side.stats == pair.ours.stats {
+            true => LIMIT,
+            false => Duration::from_secs(1),
+        };
+        let at_once = timeout(patience, &mut third).await;
         let fourth = http2_status(&client, &known).await;
         let others = http2_status(&client, &authority("other")).await;
         open.pop().unwrap().finish();
@@ -250,7 +255,7 @@ async fn defaults_that_kkp_does_not_set_are_as_documented() {
     }
     pair.door
         .program
-        .wait_for_log("max-connections=1024", crate::support::LIMIT)
+        .wait_for_log("max-connections=1024", LIMIT)
         .await;
     let info = text("/server_info").await;
     assert!(info.contains("\"drain_time\": \"600s\""), "{info}");
@@ -279,15 +284,11 @@ async fn a_client_that_reads_nothing_stops_its_endpoint_from_sending() {
             metrics.value(name, &cluster).unwrap_or_default()
         };
         let mut before = 0.0;
-        culvert_tests::eventually(
-            "the endpoint stops sending",
-            crate::support::LIMIT,
-            async || {
-                tokio::time::sleep(Duration::from_millis(300)).await;
-                let last = std::mem::replace(&mut before, received().await);
-                (last > 0.0 && last == before).then_some(()).ok_or(before)
-            },
-        )
+        culvert_tests::eventually("the endpoint stops sending", LIMIT, async || {
+            tokio::time::sleep(Duration::from_millis(300)).await;
+            let last = std::mem::replace(&mut before, received().await);
+            (last > 0.0 && last == before).then_some(()).ok_or(before)
+        })
         .await;
         // Far less than the requested bytes: only the buffers of the proxy and of the kernel are full.
         if before < 64e6 { "stopped" } else { "goes on" }.to_owned()
