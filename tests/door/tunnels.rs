@@ -346,24 +346,31 @@ async fn tls_and_plain_text_share_the_listener_unless_tls_is_required() {
     }
 
     let ca = format!("--tunneling-client-ca={}", pki.ca.display());
-    let (door, _services) = start(&[&cert, &key, &ca]).await;
-    assert_eq!(
-        converse(door.tunneling, b"CONNECT x:1 HTTP/1.1\r\n\r\n").await,
-        b""
-    );
-    door.has_refused("tunneling", "tls", 1.0).await;
-    let stream = tls(&door, pki.client_tls(&pki.client, &["h2"]).unwrap())
-        .await
-        .unwrap();
-    let client = Http2::over(stream).await;
-    assert!(client.open(RAW, b"").await.is_ok());
-    let stranger = Pki::create_other(dir.path()).unwrap();
-    let config = pki.client_tls(&stranger.client, &["h2"]).unwrap();
-    if let Ok(mut stream) = tls(&door, config).await {
-        // With TLS 1.3, the refusal arrives after the client has finished its handshake.
-        assert!(stream.read_u8().await.is_err());
+    for flag in ["--tunneling-require-tls", ca.as_str()] {
+        let (door, _services) = start(&[&cert, &key, flag]).await;
+        for plain in [
+            &b"CONNECT x:1 HTTP/1.1\r\n\r\n"[..],
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        ] {
+            assert_eq!(converse(door.tunneling, plain).await, b"", "{flag}");
+        }
+        door.has_refused("tunneling", "tls", 2.0).await;
+        let stream = tls(&door, pki.client_tls(&pki.client, &["h2"]).unwrap())
+            .await
+            .unwrap();
+        let client = Http2::over(stream).await;
+        assert!(client.open(RAW, b"").await.is_ok(), "{flag}");
+        if flag != ca {
+            continue;
+        }
+        let stranger = Pki::create_other(dir.path()).unwrap();
+        let config = pki.client_tls(&stranger.client, &["h2"]).unwrap();
+        if let Ok(mut stream) = tls(&door, config).await {
+            // With TLS 1.3, the refusal arrives after the client has finished its handshake.
+            assert!(stream.read_u8().await.is_err());
+        }
+        door.has_refused("tunneling", "tls", 3.0).await;
     }
-    door.has_refused("tunneling", "tls", 2.0).await;
 }
 
 async fn tls(
