@@ -203,12 +203,19 @@ async fn proxy_is_not_ready_before_services_and_endpoints_are_listed() {
     let (status, text) = door.readiness().await;
     assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
     assert!(text.contains("Kubernetes API"), "{text}");
+    let synced = async || {
+        door.metrics()
+            .await
+            .value("culvert_nodeport_proxy_synced", &[])
+    };
+    assert_eq!(synced().await, Some(0.0));
     let (alive, _, _) = culvert_tests::metrics::http_get(door.stats, "/healthz")
         .await
         .unwrap();
     assert_eq!(alive, StatusCode::OK);
     api.clear_faults();
     door.is_ready().await;
+    assert_eq!(synced().await, Some(1.0));
     works(&Http2::connect(door.tunneling).await, RAW)
         .await
         .unwrap();

@@ -173,6 +173,8 @@ async fn client_beyond_max_connections_is_closed_and_the_log_names_the_flag() {
     let labels = [("reason", "503")];
     let refused = node.value("culvert_node_tunnel_refused_total", &labels);
     assert_eq!(refused.await, 1.0);
+    let clients = node.value("culvert_node_tunnel_clients_total", &[]);
+    assert_eq!(clients.await, 2.0);
     first.write_all(b"y").await.unwrap();
     assert_eq!(timely("an echo", first.read_u8()).await.unwrap(), b'y');
 }

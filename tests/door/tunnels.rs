@@ -253,6 +253,12 @@ async fn max_connections_limits_the_tunnels_of_an_upstream() {
     let refused = client.open(RAW, b"").await.err();
     assert_eq!(refused, Some(StatusCode::SERVICE_UNAVAILABLE));
     client.open(FIRST, b"").await.unwrap();
+    let metrics = door.metrics().await;
+    for (upstream, is_full) in [("demo/raw", 1.0), ("demo/first", 0.0)] {
+        let name = "envoy_cluster_circuit_breakers_default_cx_open";
+        let shown = metrics.value(name, &[("envoy_cluster_name", upstream)]);
+        assert_eq!(shown, Some(is_full), "{upstream}");
+    }
     drop(open);
     culvert_tests::eventually(
         "a new tunnel opens again",

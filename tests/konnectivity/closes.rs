@@ -139,6 +139,13 @@ async fn bytes_before_the_endpoints_close_arrive() {
             assert_eq!(received, expected, "{mode:?} {transport:?}, round {round}");
         }
         server_is_idle(&topology).await;
+        // gRPC has no half close.
+        if mode == Mode::Grpc {
+            let metrics = topology.server_metrics(0).await;
+            let labels = [("reason", "endpoint_closed")];
+            let closed = value(&metrics, "culvert_connections_closed_total", &labels);
+            assert_eq!(closed, 5.0, "{transport:?}: {}", metrics.text());
+        }
     }
 }
 

@@ -67,6 +67,17 @@ impl Agent {
         )
         .await;
     }
+
+    /// Waits until an attempt to connect is counted with this outcome.
+    async fn has_outcome(&self, outcome: &str) {
+        let what = format!("an attempt to connect is counted as {outcome}");
+        eventually(&what, PATIENCE, async || {
+            let labels = [("outcome", outcome)];
+            let seen = self.metric("connects_total", &labels).await;
+            (seen >= 1.0).then_some(()).ok_or(seen)
+        })
+        .await;
+    }
 }
 
 /// Writes the platform's configuration file for the client, with the lines of `more` at the end. Returns the
@@ -229,14 +240,20 @@ fn flags_alone_configure_a_client_over_udp() {
         let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
         let mut agent = Agent::start(&cluster.client, &flags);
         agent.is_ready(true).await;
+        agent.has_outcome("unreachable").await;
         agent.says("CHACHA20-POLY1305").await;
         scenario::reaches_everything(&cluster.seed, &cluster, NODE_ACCESSED).await;
         scenario::carries(&cluster.seed, POD, BULK).await;
 
-        // The stopping server asks the agent to reconnect, so the agent does not wait for a timeout.
+        // The stopping server asks the agent to reconnect, so the agent does not wait for a timeout. The agent reads its
+        // key again.
+        let text = std::fs::read(&key).unwrap();
+        std::fs::write(&key, "no key").unwrap();
         server.stop().await;
         agent.says("the server asks to connect again").await;
         agent.is_ready(false).await;
+        agent.has_outcome("files").await;
+        std::fs::write(&key, text).unwrap();
         let mut server = openvpn.start(&cluster.seed, &options);
         server.is_up().await;
         agent.is_ready(true).await;
@@ -292,6 +309,7 @@ fn mistakes_in_certificates_and_files_are_logged() {
             assert!(named != doubt.is_empty(), "{line}");
             agent.is_ready(false).await;
             assert_eq!(agent.metric("up", &[]).await, 0.0);
+            agent.has_outcome("failed").await;
         }
         // The server has a certificate of another CA, a client certificate, or an expired certificate.
         std::fs::write(&config, &text).unwrap();
@@ -313,6 +331,19 @@ fn mistakes_in_certificates_and_files_are_logged() {
             agent.says("certificate of \\\"CN=openvpn-server").await;
             agent.says(told).await;
         }
+        // The server has no file for the agent in its directory of client configurations.
+        running.stop().await;
+        running = openvpn.start(seed, &options.clone().with("--ccd-exclusive"));
+        running.is_up().await;
+        let internal = &pki.internal;
+        let text_of_internal = text
+            .replace(own.cert.to_str().unwrap(), internal.cert.to_str().unwrap())
+            .replace(own.key.to_str().unwrap(), internal.key.to_str().unwrap());
+        std::fs::write(&config, text_of_internal).unwrap();
+        let agent = Agent::start(client, &[&flag]);
+        agent.says("the server refused us: AUTH_FAILED").await;
+        agent.has_outcome("refused").await;
+        drop(agent);
 
         // Mistakes in files prevent the start.
         std::fs::write(&config, format!("{text}fragment 1300\nfrobnicate\n")).unwrap();

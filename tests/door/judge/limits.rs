@@ -11,6 +11,7 @@ use tokio::time::timeout;
 
 use super::clients::{Way, converse, hello, http2, http2_rest, http2_status, open, rest, say};
 use super::endpoints::{Endpoint, counts_late};
+use super::stats::{page, value};
 use super::{Pair, Side, Verdicts, authority, exposed, server_name};
 use crate::abuse::{answered_flood, reset_many};
 use crate::frames::{self, CONTINUATION, GOAWAY, HEADERS, SETTINGS, connect_fields, field, frame};
@@ -187,20 +188,24 @@ async fn connections_beyond_max_connections_are_refused() {
         };
         let at_once = timeout(patience, &mut third).await;
         let fourth = http2_status(&client, &known).await;
+        let page = page(side).await;
+        let full =
+            ["raw", "other"].map(|name| value(&page, name, "circuit_breakers_default_cx_open"));
+        let full = full.join(" and ");
         let others = http2_status(&client, &authority("other")).await;
         open.pop().unwrap().finish();
         let seen = match at_once {
             Ok(status) => status,
             Err(_) => format!("waits, {}", third.await),
         };
-        format!("{seen}; next {fourth}; other {others}")
+        format!("{seen}; next {fourth}; other {others}; full {full}")
     };
     let seen = pair.see(connect).await;
     verdicts.differ(
         "CONNECT",
         seen,
-        "waits, 200; next 503 overloaded=true; other 200",
-        "503 overloaded=true; next 503 overloaded=true; other 200",
+        "waits, 200; next 503 overloaded=true; other 200; full 1 and 0",
+        "503 overloaded=true; next 503 overloaded=true; other 200; full 1 and 0",
     );
     let by_name = async |side: &Side| {
         let mut streams = Vec::new();

@@ -12,7 +12,8 @@ use super::clients::{Way, hello, http2, http2_rest, http2_status, open, rest, sa
 use super::{Pair, Side, Verdicts, authority, exposed, server_name};
 use crate::support::{Http2, LIMIT, timely};
 
-async fn page(side: &Side) -> String {
+/// Returns the page of metrics.
+pub(super) async fn page(side: &Side) -> String {
     let (status, _, body) = http_get(side.stats, "/stats/prometheus").await.unwrap();
     assert!(status.is_success(), "{status}");
     String::from_utf8(body.to_vec()).unwrap()
@@ -102,7 +103,7 @@ async fn traffic(side: &Side) -> (Http2, TcpStream) {
 }
 
 /// Returns the value of one series of a cluster, or `absent`.
-fn value(page: &str, name: &str, series: &str) -> String {
+pub(super) fn value(page: &str, name: &str, series: &str) -> String {
     let name = format!("demo/{name}");
     let labels = [("envoy_cluster_name", name.as_str())];
     let metrics = Metrics::parse(page).unwrap();
@@ -175,20 +176,28 @@ async fn dashboards_find_the_same_series_as_with_envoy() {
         let seen = [0, 1].map(|door| value(&pages[door], name, series));
         verdicts.same(&format!("{series} of {name}"), seen, both);
     }
-    let http = |page: &str| {
-        let metrics = Metrics::parse(page).unwrap();
+    let http = |door: usize, series: [&str; 2]| {
+        let metrics = Metrics::parse(&pages[door]).unwrap();
         let labels = [("envoy_http_conn_manager_prefix", "ingress_http")];
-        let values = ["cx_active", "rq_total"].map(|series| {
+        series.map(|series| {
             let name = format!("envoy_http_downstream_{series}");
-            metrics
-                .value(&name, &labels)
-                .unwrap_or_default()
-                .to_string()
-        });
-        values.join(", ")
+            metrics.value(&name, &labels).unwrap_or_default()
+        })
     };
-    let seen = [0, 1].map(|door| http(&pages[door]));
+    let seen = [0, 1].map(|door| {
+        let [connections, requests] = http(door, ["cx_active", "rq_total"]);
+        format!("{connections}, {requests}")
+    });
     verdicts.same("connections and requests", seen, "1, 5");
+    let seen = [0, 1].map(|door| {
+        let [received, sent] = http(door, ["cx_rx_bytes_total", "cx_tx_bytes_total"]);
+        // Envoy also counts the bytes of HTTP/2 itself.
+        match received > 27.0 && sent > 20.0 {
+            true => "more".to_owned(),
+            false => format!("{received}, {sent}"),
+        }
+    });
+    verdicts.differ("bytes of CONNECT streams", seen, "more", "27, 20");
     assert_eq!(bounds(&pages[0]), bounds(&pages[1]));
     let (theirs, own) = (families(&pages[0]), families(&pages[1]));
     let strange: Vec<&String> = own.difference(&theirs).collect();
