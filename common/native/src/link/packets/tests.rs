@@ -255,6 +255,64 @@ async fn smallest_messages_of_a_client_may_fill_its_window() {
     }
 }
 
+/// Sends until the stream has no capacity for a second. Returns the number of sent bytes.
+async fn fill(packets: &mut SendStream<Bytes>) -> usize {
+    let mut sent = 0;
+    loop {
+        packets.reserve_capacity(PIECE);
+        let room = async {
+            while packets.capacity() == 0 {
+                let room = poll_fn(|cx| packets.poll_capacity(cx));
+                room.await.unwrap().unwrap();
+            }
+        };
+        if timeout(Duration::from_secs(1), room).await.is_err() {
+            // Otherwise the stream would get the next room of the connection.
+            packets.reserve_capacity(0);
+            return sent;
+        }
+        let bytes = packets.capacity().min(PIECE);
+        let frame = Bytes::from(vec![0; bytes]);
+        packets.send_data(frame, false).unwrap();
+        sent += bytes;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn unread_bytes_of_a_client_are_limited_for_each_stream_and_for_all_streams() {
+    const STREAM: usize = 1 << 20;
+    const ALL: usize = 40 << 20;
+    let (near, far) = duplex(1 << 16);
+    let (bodies, mut called) = mpsc::unbounded_channel();
+    let taker = Taker::for_client(near, PINGS);
+    tokio::spawn(async move { take(taker.await.unwrap(), bodies).await });
+    let (requests, connection) = h2::client::handshake(far).await.unwrap();
+    tokio::spawn(connection);
+    let mut requests = requests.ready().await.unwrap();
+    let (mut streams, mut unread, mut sent) = (Vec::new(), Vec::new(), Vec::new());
+    for _ in 0..=ALL / STREAM {
+        let (_, mut packets) = requests.send_request(Request::new(()), false).unwrap();
+        unread.push(called.recv().await.unwrap());
+        sent.push(fill(&mut packets).await);
+        streams.push(packets);
+        requests = requests.ready().await.unwrap();
+    }
+    let mut further = streams.pop().unwrap();
+    assert_eq!(sent.pop(), Some(0));
+    assert_eq!(sent, [STREAM; ALL / STREAM]);
+
+    // The client may send as many bytes as the server has read.
+    let (body, _answer) = unread.first_mut().unwrap();
+    let mut read = 0;
+    while read < STREAM {
+        let bytes = timeout(LIMIT, body.data()).await.unwrap();
+        let bytes = bytes.unwrap().unwrap().len();
+        body.flow_control().release_capacity(bytes).unwrap();
+        read += bytes;
+    }
+    assert_eq!(fill(&mut further).await, STREAM);
+}
+
 /// `h2` counts unread small frames against a budget, which by default follows the window of the connection.
 #[tokio::test(start_paused = true)]
 async fn unread_small_messages_do_not_end_the_connection() {
