@@ -72,7 +72,7 @@ fn kind() -> &'static str {
 fn has_programs_kind() -> bool {
     let found = has_kind(KIND);
     if !found {
-        skip_for_kernel(&format!("this kernel has no {KIND} interfaces"));
+        skip_for_kernel(KIND);
     }
     found
 }
