@@ -9,11 +9,13 @@
 {{- toYaml (uniq $add) }}
 {{- end }}
 
-{{/* Added capabilities have no effect for other users than root. */}}
+{{/* The capabilities that the program needs, and those of the values. Added capabilities have no effect for other users than
+root. */}}
 {{- define "culvert-node-tunnel.securityContext" -}}
 {{- $context := deepCopy .Values.securityContext -}}
 {{- with fromYamlArray (include "culvert-node-tunnel.capabilities" .) }}
-{{- $capabilities := merge (dict "add" .) ($context.capabilities | default dict) }}
+{{- $capabilities := $context.capabilities | default dict }}
+{{- $capabilities = set $capabilities "add" (concat . ($capabilities.add | default list) | uniq) }}
 {{- $context = merge (dict "runAsUser" 0 "runAsGroup" 0 "capabilities" $capabilities) $context }}
 {{- else }}
 {{- $context = merge $context (dict "runAsNonRoot" true "runAsUser" 65532 "runAsGroup" 65532) }}
