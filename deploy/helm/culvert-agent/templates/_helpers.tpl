@@ -174,7 +174,12 @@ maxSurge: {{ include "culvert.or" (list $given.maxSurge 0) }}
 
 {{- define "culvert-agent.errors" -}}
 {{- $v := .Values -}}
-{{- include "culvert.updateErrors" (fromYaml (include "culvert-agent.rollingUpdate" .)) }}
+{{- $update := fromYaml (include "culvert-agent.rollingUpdate" .) -}}
+{{- include "culvert.updateErrors" $update }}
+{{- $none := list "0" "0%" }}
+{{- if and (eq $v.kind "DaemonSet") (not (has (toString $update.maxUnavailable) $none)) (not (has (toString $update.maxSurge) $none)) }}
+- updateStrategy.maxUnavailable and updateStrategy.maxSurge are both above 0: Kubernetes refuses a DaemonSet with both; leave one of them empty
+{{- end }}
 {{- include "culvert.scrapeErrors" . }}
 {{- include "culvert.loopbackErrors" (dict "root" . "name" "bind.health" "address" $v.bind.health) }}
 {{- $openvpn := or $v.openvpn.remotes $v.openvpn.configMap -}}
@@ -192,6 +197,9 @@ maxSurge: {{ include "culvert.or" (list $given.maxSurge 0) }}
 {{- end }}
 {{- if and $v.compat (or $openvpn $v.destinations.allow $v.destinations.deny) }}
 - compat is set with openvpn or destinations: the stock agent does not know these flags
+{{- end }}
+{{- if and $v.compat (lt (int $v.terminationGracePeriodSeconds) 30) }}
+- terminationGracePeriodSeconds is {{ $v.terminationGracePeriodSeconds }} with compat: Culvert's agent then drains for 25 s, and would be killed before its end; set at least 30, or remove compat
 {{- end }}
 {{- if and $v.leases.enabled (has $v.compat (list "2.28" "2.29")) }}
 - leases.enabled with compat {{ $v.compat }}: the stock agents of this version do not know --lease-namespace and --lease-label; disable leases, or remove compat
