@@ -216,7 +216,7 @@ maxSurge: {{ include "culvert.or" (list $given.maxSurge 0) }}
 {{- if and (eq $v.kind "Deployment") $v.pdb.enabled (gt (int $v.replicas) 1) (ge (int $v.pdb.minAvailable) (int $v.replicas)) }}
 - pdb.minAvailable ({{ $v.pdb.minAvailable }}) is not below replicas ({{ $v.replicas }}): no node could be drained
 {{- end }}
-{{- if and (has $v.bind.health (list "127.0.0.1" "::1" "localhost")) (not $v.hostNetwork) }}
+{{- if and (include "culvert.isLoopback" $v.bind.health) (not $v.hostNetwork) }}
 - bind.health is {{ $v.bind.health }} without hostNetwork: the kubelet would probe its own node; leave it empty
 {{- end }}
 {{- if eq (int $v.ports.admin) (int $v.ports.health) }}

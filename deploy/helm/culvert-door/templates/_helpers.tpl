@@ -112,6 +112,9 @@ maxSurge: {{ include "culvert.or" (list .Values.updateStrategy.maxSurge "25%") }
 {{- if and $v.service.create (or (has "IPv6" $v.service.ipFamilies) (hasSuffix "DualStack" $v.service.ipFamilyPolicy)) (eq $v.bindAddress "0.0.0.0") }}
 - service.ipFamilies or service.ipFamilyPolicy may add IPv6 and bindAddress is 0.0.0.0: the door would refuse connections to the IPv6 address; set bindAddress to ""
 {{- end }}
+{{- if include "culvert.isLoopback" $v.bindAddress }}
+- bindAddress is {{ $v.bindAddress }}: neither clients nor the kubelet reach the listeners; leave bindAddress at its default, or set it to "::" for IPv4 and IPv6
+{{- end }}
 {{- $ports := list (int $v.ports.stats) }}
 {{- range $port := list $v.ports.admin (eq $v.scope "seed" | ternary $v.ports.sni 0) (eq $v.scope "seed" | ternary $v.ports.tunneling 0) }}
 {{- if $port }}{{ $ports = append $ports (int $port) }}{{ end }}
