@@ -250,6 +250,9 @@ maxSurge: {{ include "culvert.or" (list .Values.updateStrategy.maxSurge 1) }}
 {{- else if and $v.tunnel.stateClaim $v.openvpn.enabled (eq (include "culvert-server.updateType" .) "RollingUpdate") }}
 - tunnel.stateClaim with updateStrategy.type RollingUpdate: the next server may start before the end of this one, and both would use one state and one socket; set updateStrategy.type to Recreate, or leave it empty
 {{- end }}
+{{- if and $v.openvpn.enabled $v.expose.strategy (not (has "tcp" $v.openvpn.protocols)) }}
+- openvpn.protocols is udp with expose.strategy {{ $v.expose.strategy }}: the front door forwards OpenVPN only over TCP, so clients outside of the seed would not reach the server; add tcp
+{{- end }}
 {{- if and (eq $v.expose.strategy "Tunneling") (not $v.expose.serverName) }}
 - expose.strategy is Tunneling and expose.serverName is empty: agents reach the server by its TLS server name
 {{- end }}
