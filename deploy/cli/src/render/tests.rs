@@ -140,6 +140,20 @@ fn rendered_objects_have_only_fields_of_their_kubernetes_types() {
     });
 }
 
+#[test]
+fn unready_pods_do_not_keep_nodes_from_a_drain() {
+    let mut seen = BTreeSet::new();
+    each(|_, _, objects| {
+        let budgets = objects.iter().map(|it| &it.value);
+        for budget in budgets.filter(|it| it["kind"] == "PodDisruptionBudget") {
+            let policy = &budget["spec"]["unhealthyPodEvictionPolicy"];
+            assert_eq!(policy, "AlwaysAllow", "{budget}");
+            seen.insert(budget["metadata"]["name"].to_string());
+        }
+    });
+    assert_eq!(seen.len(), 2, "{seen:?}");
+}
+
 /// A copy of the paths that the arguments name, because the parsers look for the files.
 struct Root(tempfile::TempDir);
 

@@ -217,6 +217,8 @@ fn door(target: &Target<'_>) -> Vec<Value> {
             "metadata": meta("nodeport-proxy-envoy"),
             "spec": {
                 "maxUnavailable": 1,
+                // A door that is not ready must not keep its node from being drained.
+                "unhealthyPodEvictionPolicy": "AlwaysAllow",
                 "selector": {"matchLabels": {"app": "nodeport-proxy-envoy"}},
             },
         }),
