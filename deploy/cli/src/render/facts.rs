@@ -43,8 +43,6 @@ pub(crate) struct Facts {
     pub(crate) nodes: Option<u32>,
     /// Cloud provider; KKP's `spec.cloud.providerName`.
     pub(crate) provider: Option<String>,
-    /// Namespace of the seed's own front door. Default kubermatic.
-    pub(crate) door_namespace: Option<String>,
     #[serde(deserialize_with = "present")]
     pub(crate) images: Images,
     /// Registry, with its folders, of the images without a value of their own.

@@ -190,7 +190,6 @@ impl Facts {
             node_networks: list(self.node_networks, other.node_networks),
             nodes: self.nodes.or(other.nodes),
             provider: self.provider.or(other.provider),
-            door_namespace: self.door_namespace.or(other.door_namespace),
             images: Images {
                 server: self.images.server.or(other.images.server),
                 agent: self.images.agent.or(other.images.agent),
