@@ -102,8 +102,10 @@ async fn after_tunnel_step(tenant: &Tenant, step: &Step) {
         has_dialed(tenant, "konnectivity").await;
     } else if is("Let kube-apiserver use the OpenVPN server.") {
         has_dialed(tenant, "openvpn").await;
+        assert!(has_volume(tenant, "culvert-front-end-client").await);
     } else if is("Run the servers beside kube-apiserver.") {
         assert!(has_sidecar(tenant).await);
+        assert!(!has_volume(tenant, "culvert-front-end-client").await);
     } else if is("Move the traffic of the other OpenVPN clients") {
         assert_eq!(ready(tenant, "openvpn-client").await, 1);
     } else if is("Remove the servers beside kube-apiserver and the agents.") {
@@ -242,6 +244,14 @@ async fn has_sidecar(tenant: &Tenant) -> bool {
     containers
         .iter()
         .any(|it| it["name"] == "konnectivity-server")
+}
+
+/// Returns true if the pods of kube-apiserver have a volume with this name.
+async fn has_volume(tenant: &Tenant, name: &str) -> bool {
+    let words = ["deployment", "-n", NAMESPACE, "apiserver"];
+    let object = tenant.seed.get(&words).await.unwrap();
+    let volumes = object["spec"]["template"]["spec"]["volumes"].as_array();
+    volumes.into_iter().flatten().any(|it| it["name"] == name)
 }
 
 /// Returns the addresses behind a Service of the seed.

@@ -13,6 +13,8 @@ use super::{Object, Part, Place, liveness, pod_security, resources, security};
 const EGRESS_FOLDER: &str = "/etc/kubernetes/konnectivity";
 /// Folder of the client certificate with which kube-apiserver reaches a server outside of its pod.
 const CLIENT_FOLDER: &str = "/etc/kubernetes/culvert-front-end";
+/// Secret and volume of this certificate.
+const CLIENT_SECRET: &str = "culvert-front-end-client";
 
 /// Memory limit of the server, as in the chart. The buffers of one agent may use 64 MiB, and the buffers of an OpenVPN client
 /// 256 MiB.
@@ -179,13 +181,13 @@ fn patch(target: &Target<'_>, running: Option<&Apiserver>, flags: &[String]) -> 
                 vec![socket.clone()],
             ));
             mounts.push(socket);
+            // A merge would keep the volume of a server outside of the pod, and pods do not start without its Secret.
+            volumes.push(json!({"name": CLIENT_SECRET, "$patch": "delete"}));
+            mounts.push(json!({"mountPath": CLIENT_FOLDER, "$patch": "delete"}));
         }
         Tunnel::Openvpn => {
-            volumes.push(secret(
-                "culvert-front-end-client",
-                "culvert-front-end-client",
-            ));
-            mounts.push(mount("culvert-front-end-client", CLIENT_FOLDER));
+            volumes.push(secret(CLIENT_SECRET, CLIENT_SECRET));
+            mounts.push(mount(CLIENT_SECRET, CLIENT_FOLDER));
         }
     }
     let mut fields = running.map_or_else(Map::new, |it| it.fields(flags, target.apiserver_port));
