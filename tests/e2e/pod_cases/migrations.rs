@@ -82,6 +82,7 @@ async fn after_tunnel_step(tenant: &Tenant, step: &Step) {
         || is("Run the OpenVPN server as a server with both tunnels.")
     {
         assert_ne!(endpoints(tenant, "openvpn-server").await, [""; 0]);
+        assert!(user_has(tenant, "clusterrolebinding", "culvert-server-nodes").await);
     } else if is("Expose the agents' port of the server with both tunnels.") {
         eventually("the Service selects the new server", PATIENCE, async || {
             let [agents, clients] = [
@@ -115,6 +116,9 @@ async fn after_tunnel_step(tenant: &Tenant, step: &Step) {
     } else if is("Remove the OpenVPN tunnel.") {
         assert!(!seed("deployment", "openvpn-server").await);
         assert!(!user_has(tenant, "deployment", "openvpn-client").await);
+        for kind in ["clusterrole", "clusterrolebinding"] {
+            assert!(!user_has(tenant, kind, "culvert-server-nodes").await);
+        }
     } else {
         panic!("no check for the step {:?}", step.title);
     }
@@ -215,7 +219,7 @@ async fn exists(tenant: &Tenant, kind: &str, name: &str) -> bool {
         .is_ok()
 }
 
-/// Returns true if the user cluster has an object in `kube-system`.
+/// Returns true if the user cluster has an object in `kube-system`, or an object without a namespace.
 async fn user_has(tenant: &Tenant, kind: &str, name: &str) -> bool {
     let words = [kind, "-n", "kube-system", name];
     tenant.user.get(&words).await.is_ok()

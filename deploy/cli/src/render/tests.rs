@@ -652,6 +652,44 @@ fn old_tunnel_is_removed_after_the_switch_to_the_new_one() {
 }
 
 #[test]
+fn plans_between_tunnels_remove_the_permissions_of_the_old_tunnel() {
+    let nodes =
+        "kubectl --kubeconfig=USER delete clusterrole,clusterrolebinding culvert-server-nodes";
+    let policies = "features: {kubeSystemNetworkPolicies: true}";
+    for (from, to, policy, title) in [
+        (
+            Side::Openvpn,
+            Side::Konnectivity,
+            "openvpn-client",
+            "Remove the OpenVPN tunnel.",
+        ),
+        (
+            Side::Konnectivity,
+            Side::Openvpn,
+            "konnectivity",
+            "Remove the servers beside kube-apiserver",
+        ),
+    ] {
+        let removal = |spec: &str| {
+            let text = file(to.name(), spec, "");
+            let text = plan_of_file(&text, "cluster.yaml", from, to).unwrap();
+            text.split_once(title).unwrap().1.to_owned()
+        };
+        let policy =
+            format!("kubectl --kubeconfig=USER -n kube-system delete networkpolicy {policy} ");
+        let text = removal(&format!("NodePort, {policies}"));
+        assert!(text.contains(&policy), "{text}");
+        assert_eq!(text.contains(nodes), to == Side::Konnectivity, "{text}");
+        // A policy of this name belongs to somebody else then.
+        let text = removal("NodePort");
+        assert!(!text.contains(&policy), "{text}");
+    }
+    // The way back of the step that adds the permission.
+    let text = plan_text(Side::Konnectivity, Side::Openvpn).unwrap();
+    assert_eq!(text.matches(nodes).count(), 1, "{text}");
+}
+
+#[test]
 fn plans_between_tunnels_pause_the_cluster() {
     let id = "patch clusters.kubermatic.k8c.io abc123 --type=merge -p";
     let commands = |from, to| -> Vec<String> {

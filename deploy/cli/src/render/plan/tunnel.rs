@@ -71,8 +71,26 @@ fn permit(target: &Target<'_>, file: &str, values: &str) -> Vec<String> {
 fn forbid(target: &Target<'_>, seed: &str, user: &str) -> String {
     let namespace = &target.namespace;
     format!(
-        "{SEED} -n {namespace} delete networkpolicy {seed} --ignore-not-found && {USER} -n kube-system delete networkpolicy {user} --ignore-not-found"
+        "{SEED} -n {namespace} delete networkpolicy {seed} --ignore-not-found && {}",
+        delete_user_policy(user)
     )
+}
+
+fn delete_user_policy(name: &str) -> String {
+    format!("{USER} -n kube-system delete networkpolicy {name} --ignore-not-found")
+}
+
+/// Returns the command that deletes the policy of a tunnel in the user cluster; none if the cluster has no policies.
+fn remove_user_policy(target: &Target<'_>, name: &str) -> Vec<String> {
+    match target.has_user_policy() {
+        true => vec![delete_user_policy(name)],
+        false => Vec::new(),
+    }
+}
+
+/// Returns the command that deletes the permission of a server with both tunnels to watch Nodes.
+fn remove_permission() -> String {
+    format!("{USER} delete clusterrole,clusterrolebinding culvert-server-nodes --ignore-not-found")
 }
 
 /// Returns commands that patch the Deployment of kube-apiserver and wait for its pods.
@@ -357,7 +375,9 @@ pub(super) fn to_konnectivity(target: &Target<'_>, file: &str) -> Vec<Step> {
                 vec![format!(
                     "{USER} -n kube-system delete deployment openvpn-client --ignore-not-found"
                 )],
+                remove_user_policy(target, "openvpn-client"),
                 remove_server(namespace),
+                vec![remove_permission()],
                 node_tunnel(target, file, new),
                 vec![forget(
                     namespace,
@@ -433,6 +453,7 @@ pub(super) fn to_openvpn(target: &Target<'_>, file: &str) -> Vec<Step> {
             },
             [
                 remove_server(namespace),
+                vec![remove_permission()],
                 node_tunnel(target, file, "--tunnel=konnectivity"),
             ]
             .concat()
@@ -473,17 +494,23 @@ pub(super) fn to_openvpn(target: &Target<'_>, file: &str) -> Vec<Step> {
         Step::new(
             "Remove the servers beside kube-apiserver and the agents.",
             &[
-                format!(
-                    "{SEED} -n {namespace} patch deployment apiserver -p '{{\"spec\":{{\"template\":{{\"spec\":{{\"containers\":[{{\"name\":\"konnectivity-server\",\"$patch\":\"delete\"}}]}}}}}}}}'"
-                ),
-                format!("{SEED} -n {namespace} rollout status deployment apiserver"),
-                format!("{USER} -n kube-system delete deployment,pdb konnectivity-agent --ignore-not-found"),
-                format!("{SEED} -n {namespace} delete service konnectivity-server --ignore-not-found"),
-                format!(
-                    "{SEED} -n {namespace} delete networkpolicy apiserver-internal-allow --ignore-not-found"
-                ),
-                forget(namespace, &[("apiserver", before)]),
-            ],
+                vec![
+                    format!(
+                        "{SEED} -n {namespace} patch deployment apiserver -p '{{\"spec\":{{\"template\":{{\"spec\":{{\"containers\":[{{\"name\":\"konnectivity-server\",\"$patch\":\"delete\"}}]}}}}}}}}'"
+                    ),
+                    format!("{SEED} -n {namespace} rollout status deployment apiserver"),
+                    format!("{USER} -n kube-system delete deployment,pdb konnectivity-agent --ignore-not-found"),
+                ],
+                remove_user_policy(target, "konnectivity"),
+                vec![
+                    format!("{SEED} -n {namespace} delete service konnectivity-server --ignore-not-found"),
+                    format!(
+                        "{SEED} -n {namespace} delete networkpolicy apiserver-internal-allow --ignore-not-found"
+                    ),
+                    forget(namespace, &[("apiserver", before)]),
+                ],
+            ]
+            .concat(),
             "kube-apiserver, one pod after the other",
             "run the plan from openvpn to konnectivity",
         ),
