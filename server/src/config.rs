@@ -15,7 +15,7 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use culvert_host::flags::{Exit, GoDuration, HostPort};
+use culvert_host::flags::{Exit, GoDuration, HostPort, parse};
 use culvert_host::net::congestion::LinkCongestion;
 use culvert_host::net::destinations::Destinations;
 use culvert_host::net::networks::Networks;
@@ -206,6 +206,17 @@ impl Config {
         args: impl IntoIterator<Item = impl Into<OsString> + Clone>,
     ) -> Result<Self, Exit> {
         Flags::read(args, std::env::var("PROXY_SERVER_ID").ok())
+    }
+
+    /// Checks the names of the flags and the syntax of their values. Required flags may be missing, and files need not
+    /// exist. The first argument is the program name.
+    ///
+    /// # Errors
+    /// Returns [`Exit`] for a help request (code 0), or for the first argument that the server refuses (code 1).
+    pub fn check_syntax(
+        args: impl IntoIterator<Item = impl Into<OsString> + Clone>,
+    ) -> Result<(), Exit> {
+        parse::<Flags, _, _>(args).map(drop)
     }
 
     /// Returns every option in effect as `name=value`, for the log at start. The values include paths of

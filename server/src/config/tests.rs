@@ -78,6 +78,24 @@ const TCP: [&str; 5] = [
 ];
 
 #[test]
+fn syntax_is_checked_without_required_flags_and_files() {
+    let check = |args: &[&str]| {
+        let line = std::iter::once(PROGRAM).chain(args.iter().copied());
+        Config::check_syntax(line).map_err(|exit| (exit.code, exit.text))
+    };
+    assert_eq!(
+        check(&["--graceful-shutdown-timeout=25s", "--cluster-cert=/missing"]),
+        Ok(())
+    );
+    let (code, text) = check(&["--drain-timeout=20s"]).unwrap_err();
+    assert_eq!(code, 1);
+    assert!(text.contains("unknown flag: --drain-timeout"), "{text}");
+    let (code, text) = check(&["--graceful-shutdown-timeout=soon"]).unwrap_err();
+    assert_eq!(code, 1);
+    assert!(text.contains("invalid argument \"soon\""), "{text}");
+}
+
+#[test]
 fn defaults_match_the_stock_server() {
     let files = Files::new();
     let config = files.read_with_id(&TCP, Some("from-env")).unwrap();

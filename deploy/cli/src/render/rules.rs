@@ -1,5 +1,6 @@
 //! KKP's rules for a cluster, rules of the rendered programs, and warnings about mistakes that KKP accepts.
 
+mod arguments;
 mod create;
 mod network;
 mod notes;
@@ -18,6 +19,7 @@ pub(crate) fn check(cluster: &Cluster, old: Option<&Cluster>, findings: &mut Fin
     create::check(cluster, findings);
     seed::check(cluster, findings);
     programs::check(cluster, findings);
+    arguments::check(cluster, findings);
     if let Some(old) = old {
         update::check(cluster, old, findings);
     }

@@ -7,6 +7,7 @@ use ipnet::IpNet;
 use super::cluster::{Cluster, Tunnel};
 use super::facts::{Facts, TUNNELING_PORT};
 use super::finding::{Findings, Problem};
+use super::kkp::minor_version;
 
 /// Port of the OpenVPN server.
 pub(super) const OPENVPN_PORT: u16 = 1194;
@@ -40,7 +41,6 @@ pub(super) struct Target<'a> {
     pub(super) konnectivity: (String, u16),
     /// Host and port of the OpenVPN server, as its clients reach it.
     pub(super) openvpn: (String, u16),
-    kubernetes_minor: u32,
 }
 
 impl<'a> Target<'a> {
@@ -147,7 +147,6 @@ impl<'a> Target<'a> {
             },
             konnectivity,
             openvpn,
-            kubernetes_minor: cluster.kubernetes_minor.unwrap_or_default(),
         };
         let images: Vec<String> = target.programs().map(|it| target.image(it)).collect();
         if let Some(image) = images.iter().find(|image| !image.contains('/')) {
@@ -180,42 +179,14 @@ impl<'a> Target<'a> {
         self.cluster.spec.features.get("kubeSystemNetworkPolicies") == Some(&true)
     }
 
-    /// Returns the image of a program. `deploy/images` uses the same default names and tags.
+    /// Returns the image of a program.
     pub(super) fn image(&self, program: Program) -> String {
-        let facts = self.cluster.facts();
-        let images = &facts.images;
-        // A server with both tunnels needs `culvert switch` in its image.
-        let server = match self.cluster.tunnel {
-            Tunnel::Konnectivity => "culvert-server",
-            Tunnel::Openvpn => "culvert",
-        };
-        let (given, own, stock) = match program {
-            Program::Server => (&images.server, server, Some("proxy-server")),
-            Program::Agent => (&images.agent, "culvert-agent", Some("proxy-agent")),
-            Program::Door => (&images.door, "culvert-door", None),
-            Program::NodeTunnel => (&images.node_tunnel, "culvert-node-tunnel", None),
-        };
-        match (given.as_deref(), stock) {
-            (Some(STOCK), Some(stock)) => format!(
-                "registry.k8s.io/{STOCK_REPOSITORY}/{stock}:{}",
-                self.cluster.kkp.konnectivity_version(self.kubernetes_minor)
-            ),
-            (Some(image), _) => image.to_owned(),
-            (None, _) => {
-                let registry = facts.registry.as_deref().map(|it| it.trim_end_matches('/'));
-                let folder = registry.map(|it| format!("{it}/")).unwrap_or_default();
-                format!("{folder}{own}:v{}", env!("CARGO_PKG_VERSION"))
-            }
-        }
+        image(self.cluster, program)
     }
 
     /// Returns true if the server or the agent is Konnectivity's own, which knows fewer flags.
     pub(super) fn is_stock(&self, program: Program) -> bool {
-        let image = self.image(program);
-        let name = name_of(&image);
-        image.contains(STOCK_REPOSITORY)
-            || name.starts_with("proxy-agent")
-            || name.starts_with("proxy-server")
+        is_stock(self.cluster, program)
     }
 
     pub(super) fn keepalive(&self) -> &str {
@@ -249,6 +220,52 @@ impl<'a> Target<'a> {
             .flatten()
             .collect()
     }
+}
+
+/// Returns the image of a program. `deploy/images` uses the same default names and tags.
+pub(super) fn image(cluster: &Cluster, program: Program) -> String {
+    let facts = cluster.facts();
+    let images = &facts.images;
+    // A server with both tunnels needs `culvert switch` in its image.
+    let server = match cluster.tunnel {
+        Tunnel::Konnectivity => "culvert-server",
+        Tunnel::Openvpn => "culvert",
+    };
+    let (given, own, stock) = match program {
+        Program::Server => (&images.server, server, Some("proxy-server")),
+        Program::Agent => (&images.agent, "culvert-agent", Some("proxy-agent")),
+        Program::Door => (&images.door, "culvert-door", None),
+        Program::NodeTunnel => (&images.node_tunnel, "culvert-node-tunnel", None),
+    };
+    match (given.as_deref(), stock) {
+        (Some(STOCK), Some(stock)) => {
+            let minor = cluster.kubernetes_minor.unwrap_or_default();
+            let version = cluster.kkp.konnectivity_version(minor);
+            format!("registry.k8s.io/{STOCK_REPOSITORY}/{stock}:{version}")
+        }
+        (Some(image), _) => image.to_owned(),
+        (None, _) => {
+            let registry = facts.registry.as_deref().map(|it| it.trim_end_matches('/'));
+            let folder = registry.map(|it| format!("{it}/")).unwrap_or_default();
+            format!("{folder}{own}:v{}", env!("CARGO_PKG_VERSION"))
+        }
+    }
+}
+
+/// Returns true if the server or the agent is Konnectivity's own, which knows fewer flags.
+pub(super) fn is_stock(cluster: &Cluster, program: Program) -> bool {
+    let image = image(cluster, program);
+    let name = name_of(&image);
+    image.contains(STOCK_REPOSITORY)
+        || name.starts_with("proxy-agent")
+        || name.starts_with("proxy-server")
+}
+
+/// Returns major and minor of the version in an image's tag; `None` for other tags, and for a digest alone.
+pub(super) fn version_of(image: &str) -> Option<(u32, u32)> {
+    let name = image.rsplit('/').next()?;
+    let (_, tag) = name.split('@').next()?.split_once(':')?;
+    minor_version(tag)
 }
 
 /// Returns a network without host bits. KKP accepts host bits, and the OpenVPN server refuses them.

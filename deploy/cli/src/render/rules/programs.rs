@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
 
-use culvert_agent::config::{Config, PROGRAM};
 use ipnet::Ipv4Net;
 
 use crate::render::cluster::{Cluster, Tunnel};
@@ -19,9 +18,8 @@ pub(super) fn check(cluster: &Cluster, findings: &mut Findings) {
     node_ports(cluster, findings);
     replicas(cluster, findings);
     resources(cluster, findings);
-    match cluster.tunnel {
-        Tunnel::Konnectivity => agent_arguments(cluster, findings),
-        Tunnel::Openvpn => openvpn(cluster, findings),
+    if cluster.tunnel == Tunnel::Openvpn {
+        openvpn(cluster, findings);
     }
 }
 
@@ -79,7 +77,7 @@ fn replicas(cluster: &Cluster, findings: &mut Findings) {
 }
 
 /// Returns the path of a component's setting: in the Cluster if the Cluster `has` the setting, or else in the Seed.
-fn path(cluster: &Cluster, field: &str, has: fn(&ComponentsOverride) -> bool) -> String {
+pub(super) fn path(cluster: &Cluster, field: &str, has: fn(&ComponentsOverride) -> bool) -> String {
     match has(&cluster.input.spec.components_override) {
         true => format!("spec.componentsOverride.{field}"),
         false => format!("seed.defaultComponentSettings.{field}"),
@@ -128,24 +126,6 @@ fn quantities(path: &str, given: &BTreeMap<String, String>, findings: &mut Findi
             findings.error(Problem::invalid(&format!("{path}.{name}"), text, reason));
         }
     }
-}
-
-/// Checks the arguments that KKP appends to its own arguments of the agents.
-fn agent_arguments(cluster: &Cluster, findings: &mut Findings) {
-    let args = &cluster.spec.components_override.konnectivity_proxy.args;
-    let line = std::iter::once(PROGRAM).chain(args.iter().map(String::as_str));
-    let Err(exit) = Config::check_syntax(line) else {
-        return;
-    };
-    let path = path(cluster, "konnectivityProxy.args", |it| {
-        !it.konnectivity_proxy.args.is_empty()
-    });
-    let text = exit.text.lines().next().unwrap_or_default();
-    let reason = format!(
-        "the agents get this list, and end with {:?}; a list of the Seed applies to each Cluster without a list of its own",
-        text.trim_start_matches("Error: ")
-    );
-    findings.error(Problem::invalid(&path, args, reason));
 }
 
 fn openvpn(cluster: &Cluster, findings: &mut Findings) {

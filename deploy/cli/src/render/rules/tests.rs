@@ -5,6 +5,8 @@ use crate::render::cluster::Cluster;
 use crate::render::finding::Findings;
 use crate::render::input;
 
+use super::arguments::{OPENVPN, OWN_AGENT_FLAGS, OWN_SERVER_FLAGS};
+
 /// Checks a cluster file; returns the errors and the warnings.
 fn check(text: &str, old: Option<&str>) -> (Vec<String>, Vec<String>) {
     let mut findings = Findings::default();
@@ -848,6 +850,116 @@ fn agent_arguments_that_the_agents_do_not_know_are_errors() {
     let both = format!("{}\n{}", seed("--agent-quic-port=8132"), own("--v=5"));
     for text in [both, seed("--graceful-shutdown-timeout=25s")] {
         assert_eq!(errors(&text), [""; 0], "{text}");
+    }
+}
+
+#[test]
+fn server_arguments_that_the_servers_do_not_know_are_errors() {
+    let seed = |args: &str, more: &str| {
+        format!(
+            "{more}\nseed: {{defaultComponentSettings: {{konnectivityProxy: {{args: [{args}]}}}}}}"
+        )
+    };
+    let errors = |args: &str, more: &str| check(&seed(args, more), None).0;
+    let error = |args: &str, owner: &str, flag: &str| {
+        format!(
+            "seed.defaultComponentSettings.konnectivityProxy.args: Invalid value: [{args:?}]: {owner} get this list, and end \
+             with \"unknown flag: {flag}\"; the agents of each Cluster without a list of its own get the list, too, so use \
+             flags that both programs know"
+        )
+    };
+    let drain = "--drain-timeout=20s";
+    // The servers get the list of the Seed, also if the Cluster has a list of its own.
+    let own = "spec: {componentsOverride: {konnectivityProxy: {args: [--v=5]}}}";
+    for more in ["", "tunnel: openvpn", own] {
+        assert_eq!(
+            errors(drain, more),
+            [error(drain, "the servers", "--drain-timeout")],
+            "{more}"
+        );
+    }
+    // The agents of OpenVPN get no list, and the servers get no list of the Cluster.
+    assert_eq!(errors("--agent-quic-port=8132", "tunnel: openvpn"), [""; 0]);
+    let own = "spec: {componentsOverride: {konnectivityProxy: {args: [--drain-timeout=20s]}}}";
+    assert_eq!(errors("--v=5", own), [""; 0]);
+    // Konnectivity's own servers know the flag from v0.35 on.
+    let timeout = "--graceful-shutdown-timeout=25s";
+    let images = |version: &str, server: &str| {
+        format!("kubernetesVersion: {version}\nimages: {{server: '{server}'}}")
+    };
+    let refused = [error(
+        timeout,
+        "Konnectivity's own servers",
+        "--graceful-shutdown-timeout",
+    )];
+    for (version, server) in [
+        ("1.35.1", "stock"),
+        ("1.36.3", "mirror.local:5000/a/proxy-server:v0.33.0"),
+        ("1.36.3", "mirror.local/proxy-server:v0.34.0@sha256:0"),
+    ] {
+        let more = images(version, server);
+        assert_eq!(errors(timeout, &more), refused, "{more}");
+    }
+    for (version, server) in [
+        ("1.36.3", "stock"),
+        ("1.33.1", "mirror.local/proxy-server:v0.35.0"),
+        ("1.33.1", "mirror.local:5000/proxy-server@sha256:0"),
+        ("1.33.1", "mirror.local/culvert-server:v0.1.0"),
+    ] {
+        let more = images(version, server);
+        assert_eq!(errors(timeout, &more), [""; 0], "{more}");
+    }
+    let own = "--openvpn-network=10.0.0.0/24";
+    let more = images("1.36.3", "stock");
+    let found = errors(own, &more);
+    assert!(
+        found.contains(&error(
+            own,
+            "Konnectivity's own servers",
+            "--openvpn-network"
+        )),
+        "{found:?}"
+    );
+}
+
+#[test]
+fn stock_agents_do_not_get_flags_that_only_our_agents_know() {
+    let errors = |args: &str| {
+        let more = "kubernetesVersion: 1.36.3\nimages: {agent: stock}";
+        let list = format!("{{componentsOverride: {{konnectivityProxy: {{args: [{args}]}}}}}}");
+        check(&format!("{more}\nspec: {list}"), None).0
+    };
+    for flag in ["--graceful-shutdown-timeout", "--drain-timeout"] {
+        let found = errors(&format!("--v=5, {flag}=20s"));
+        let end = format!(
+            "Konnectivity's own agents get this list, and end with \"unknown flag: {flag}\"; a list of the Seed applies to each \
+             Cluster without a list of its own"
+        );
+        assert!(found.len() == 1 && found[0].ends_with(&end), "{found:?}");
+    }
+    for accepted in ["--v=5", "--keepalive-time=2m, --sync-interval, 2s"] {
+        assert_eq!(errors(accepted), [""; 0], "{accepted}");
+    }
+}
+
+#[test]
+fn flags_that_only_our_programs_know_are_marked_in_the_document() {
+    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+    let document = std::fs::read_to_string(path.join("../../docs/compatibility.md")).unwrap();
+    let marked = |title: &str| -> Vec<String> {
+        let (_, section) = document.split_once(&format!("\n### {title}\n")).unwrap();
+        let lines = section.lines().take_while(|line| !line.starts_with('#'));
+        let rows = lines.filter_map(|line| line.strip_prefix("| `--")?.split_once("` | own |"));
+        let names = rows.map(|(name, _)| name);
+        let names = names.filter(|name| !name.starts_with(OPENVPN));
+        names.map(str::to_owned).collect()
+    };
+    let logging = marked("Logging flags of both");
+    for (title, flags) in [
+        ("Server flags", OWN_SERVER_FLAGS),
+        ("Agent flags", OWN_AGENT_FLAGS),
+    ] {
+        assert_eq!([marked(title), logging.clone()].concat(), flags, "{title}");
     }
 }
 
