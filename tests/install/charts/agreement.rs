@@ -229,7 +229,12 @@ fn agent_is_the_rendered_agent() {
     assert_eq!(arguments(left, &others), arguments(right, &others));
     let [left, right] =
         [&golden, &ours].map(|it| find(it, "PodDisruptionBudget", "konnectivity-agent"));
-    same("the budget", left, right, &["/spec/minAvailable"]);
+    same(
+        "the budget",
+        left,
+        right,
+        &["/spec/minAvailable", "/spec/unhealthyPodEvictionPolicy"],
+    );
     let name = "system:konnectivity-server";
     let [left, right] = [&golden, &ours].map(|it| find(it, "ClusterRoleBinding", name));
     same("the binding", left, right, &["/roleRef", "/subjects"]);
@@ -298,7 +303,12 @@ fn door_of_a_cluster_is_the_rendered_door() {
     same("the updater", left, right, &["/securityContext"]);
     let [left, right] =
         [&golden, &ours].map(|it| find(it, "PodDisruptionBudget", "nodeport-proxy-envoy"));
-    same("the budget", left, right, &["/spec/maxUnavailable"]);
+    same(
+        "the budget",
+        left,
+        right,
+        &["/spec/maxUnavailable", "/spec/unhealthyPodEvictionPolicy"],
+    );
     let [left, right] = [&golden, &ours].map(|it| find(it, "Service", "front-loadbalancer"));
     same("the Service", left, right, &["/spec/type"]);
     find(&ours, "ServiceAccount", "nodeport-proxy");
