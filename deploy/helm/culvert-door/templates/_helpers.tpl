@@ -79,6 +79,12 @@ maxSurge: {{ include "culvert.or" (list .Values.updateStrategy.maxSurge "25%") }
 {{- define "culvert-door.errors" -}}
 {{- $v := .Values -}}
 {{- include "culvert.updateErrors" (fromYaml (include "culvert-door.rollingUpdate" .)) }}
+{{- if $v.service.create }}
+{{- include "culvert.serviceErrors" (dict "root" . "services" (list (list "service.name" (include "culvert-door.service" .)))) }}
+{{- end }}
+{{- if and (eq $v.updater "deployment") (eq (include "culvert.fullname" .) (include "culvert-door.updater" .)) }}
+- the objects have the name {{ include "culvert-door.updater" . }}, which is also the Deployment of the updater, so only one of the two Deployments would exist; set fullnameOverride to another name
+{{- end }}
 {{- if and $v.pdb.enabled (has (toString $v.pdb.maxUnavailable) (list "0" "0%")) }}
 - pdb.maxUnavailable is {{ $v.pdb.maxUnavailable }}: no node could be drained; set at least 1, or set pdb.enabled to false
 {{- end }}

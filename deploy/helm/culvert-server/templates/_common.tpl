@@ -174,11 +174,30 @@ uses the address of the pod. */}}
 {{- if $errors }}{{ fail (printf "%s: these values contradict each other or are missing:\n%s" .Chart.Name (regexReplaceAll "\n+" $errors "\n")) }}{{ end }}
 {{- end }}
 
+{{/* Name of the pod of `helm test` and of its Service. */}}
+{{- define "culvert.testName" -}}
+{{ printf "%s-test" (include "culvert.fullname" . | trunc 58 | trimSuffix "-") }}
+{{- end }}
+
+{{/* Errors of Services with the same name. `services` has a pair for each rendered Service: the value that sets the name,
+and the name. For two equal names, the error asks for a change of the earlier pair. */}}
+{{- define "culvert.serviceErrors" -}}
+{{- $services := .services -}}
+{{- if .root.Values.tests.enabled }}{{ $services = append $services (list "tests.enabled" (include "culvert.testName" .root)) }}{{ end }}
+{{- range $at, $one := $services }}
+{{- range $other := slice $services (add1 $at | int) }}
+{{- if eq (last $one) (last $other) }}
+- the Services of {{ first $one }} and {{ first $other }} have the same name {{ last $one }}, so only one of them would exist; set {{ first $one }} to another name
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{/* Pod that requests `path` from the health listener of the release, and a Service for its name. With `all`, from pods
 that are not ready, too. */}}
 {{- define "culvert.test" -}}
 {{- $root := .root -}}
-{{- $name := printf "%s-test" (include "culvert.fullname" $root | trunc 58 | trimSuffix "-") -}}
+{{- $name := include "culvert.testName" $root -}}
 apiVersion: v1
 kind: Service
 metadata:

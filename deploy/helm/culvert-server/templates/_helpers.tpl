@@ -203,6 +203,9 @@ maxSurge: {{ include "culvert.or" (list .Values.updateStrategy.maxSurge 1) }}
 {{- $v := .Values -}}
 {{- include "culvert.updateErrors" (fromYaml (include "culvert-server.rollingUpdate" .)) }}
 {{- include "culvert.scrapeErrors" . }}
+{{- $services := list (list "service.name" (include "culvert-server.service" .)) (list "frontEnd.serviceName" (include "culvert-server.frontEnd" .)) }}
+{{- if $v.openvpn.enabled }}{{ $services = append $services (list "service.openvpnName" $v.service.openvpnName) }}{{ end }}
+{{- include "culvert.serviceErrors" (dict "root" . "services" $services) }}
 {{- if and $v.pdb.enabled (gt (int $v.replicas) 1) (has (toString $v.pdb.maxUnavailable) (list "0" "0%")) }}
 - pdb.maxUnavailable is {{ $v.pdb.maxUnavailable }}: no node could be drained; set at least 1, or set pdb.enabled to false
 {{- end }}
