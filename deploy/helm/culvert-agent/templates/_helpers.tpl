@@ -1,5 +1,11 @@
 {{- define "culvert-agent.name" -}}culvert-agent{{- end }}
 
+{{/* Labels of the workload and of its pods, beside the labels of all objects. */}}
+{{- define "culvert-agent.appLabels" -}}
+app: konnectivity-agent
+k8s-app: konnectivity-agent
+{{- end }}
+
 {{/* Folder of the token, the CA of the servers and the client certificate. */}}
 {{- define "culvert-agent.credentials" -}}/var/run/secrets/tokens{{- end }}
 

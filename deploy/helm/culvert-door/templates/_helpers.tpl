@@ -1,6 +1,11 @@
 {{/* KKP's dashboards select the pods by this name. */}}
 {{- define "culvert-door.name" -}}nodeport-proxy-envoy{{- end }}
 
+{{/* Labels of the workload and of its pods, beside the labels of all objects. */}}
+{{- define "culvert-door.appLabels" -}}
+app: nodeport-proxy-envoy
+{{- end }}
+
 {{/* Name of the updater's own pod. */}}
 {{- define "culvert-door.updater" -}}
 {{ eq .Values.scope "seed" | ternary "nodeport-proxy-updater" "nodeport-proxy-lb-updater" }}

@@ -22,6 +22,7 @@ app.kubernetes.io/part-of: culvert
 app.kubernetes.io/version: {{ .Values.image.tag | default .Chart.AppVersion | trunc 63 | trimAll "-_." | quote }}
 {{- end }}
 
+{{/* Labels of all objects. */}}
 {{- define "culvert.labels" -}}
 {{ include "culvert.podLabels" . }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
@@ -157,6 +158,20 @@ uses the address of the pod. */}}
 - image.registry is empty: no public registry has Culvert's images; build them with deploy/images/build and push them to a registry of your own
 {{- else if not (regexMatch "^([a-zA-Z0-9.-]+|\\[[a-fA-F0-9:.]+\\])(:[0-9]+)?(/[a-z0-9._-]+)*$" .Values.image.registry) }}
 - image.registry is {{ .Values.image.registry }}, which is not the name of a registry: set host, port and lower-case folders without scheme and final slash, such as registry.example.com/culvert
+{{- end }}
+{{- $podLabels := merge (fromYaml (include "culvert.podLabels" .)) (fromYaml (include (printf "%s.appLabels" .Chart.Name) .)) }}
+{{- range $key, $_ := .Values.podLabels }}
+{{- if hasKey $podLabels $key }}
+- podLabels has {{ $key }}, which the chart sets: two labels with one key are not valid; remove {{ $key }} from podLabels
+{{- end }}
+{{- end }}
+{{- if .Values.monitoring.podMonitor.enabled }}
+{{- $labels := fromYaml (include "culvert.labels" .) }}
+{{- range $key, $_ := .Values.monitoring.podMonitor.labels }}
+{{- if hasKey $labels $key }}
+- monitoring.podMonitor.labels has {{ $key }}, which the chart sets: two labels with one key are not valid; remove {{ $key }} from monitoring.podMonitor.labels
+{{- end }}
+{{- end }}
 {{- end }}
 {{- end }}
 

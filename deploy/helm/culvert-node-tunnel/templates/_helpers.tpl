@@ -1,6 +1,11 @@
 {{/* KKP's dashboards select the pods by this name. */}}
 {{- define "culvert-node-tunnel.name" -}}envoy-agent{{- end }}
 
+{{/* Labels of the workload and of its pods, beside the labels of all objects. */}}
+{{- define "culvert-node-tunnel.appLabels" -}}
+app: envoy-agent
+{{- end }}
+
 {{/* Ports below 1024 need a capability. */}}
 {{- define "culvert-node-tunnel.capabilities" -}}
 {{- $add := list -}}

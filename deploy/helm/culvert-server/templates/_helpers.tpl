@@ -1,5 +1,11 @@
 {{- define "culvert-server.name" -}}culvert-server{{- end }}
 
+{{/* Labels of the workload and of its pods, beside the labels of all objects. */}}
+{{- define "culvert-server.appLabels" -}}
+app: konnectivity-server
+k8s-app: konnectivity-server
+{{- end }}
+
 {{- define "culvert-server.service" -}}
 {{ .Values.service.name | default (include "culvert.fullname" .) }}
 {{- end }}
