@@ -192,6 +192,17 @@ maxSurge: {{ include "culvert.or" (list $given.maxSurge 0) }}
 {{- if not (or $v.server.host $openvpn) }}
 - server.host is empty: set the name of the servers, or openvpn.remotes for an agent that is only an OpenVPN client
 {{- end }}
+{{- if $v.server.host }}
+{{- $start := toDate "2006-01-02" "2026-01-01" }}
+{{- $interval := $v.sync.interval | default "1s" }}
+{{- $cap := $v.sync.intervalCap | default "10s" }}
+{{- if (dateModify $interval $start).After (dateModify $cap $start) }}
+- sync.interval is {{ $interval }} and sync.intervalCap {{ $cap }}: the agent does not start with a cap below the interval; set sync.intervalCap to at least {{ $interval }}
+{{- end }}
+{{- if not (regexMatch "^((ipv4|ipv6|host|cidr|default-route)=[^&;]*)?(&((ipv4|ipv6|host|cidr|default-route)=[^&;]*)?)*$" $v.identifiers) }}
+- identifiers is {{ $v.identifiers }}: the agent does not start with an identifier that has no key, or an unknown one; the keys are ipv4, ipv6, host, cidr and default-route, as in host=$(NODE_NAME)&ipv4=$(HOST_IP)
+{{- end }}
+{{- end }}
 {{- if and $v.openvpn.remotes $v.openvpn.configMap }}
 - openvpn.remotes and openvpn.configMap are both set: a file names its own servers
 {{- end }}
