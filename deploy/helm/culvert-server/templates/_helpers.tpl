@@ -205,6 +205,30 @@ maxUnavailable: {{ include "culvert.or" (list .Values.updateStrategy.maxUnavaila
 maxSurge: {{ include "culvert.or" (list .Values.updateStrategy.maxSurge 1) }}
 {{- end }}
 
+{{/* Error of a text that is not an IPv4 network, has bits after the prefix, or has a prefix above `longest`. `name` is the value
+with the text `network`. */}}
+{{- define "culvert-server.networkErrors" -}}
+{{- $octet := "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])" -}}
+{{- if not .network }}{{- /* The server's default. */}}
+{{- else if not (regexMatch (printf "^%s(\\.%s){3}/(3[0-2]|[12]?[0-9])$" $octet $octet) .network) }}
+- {{ .name }} has {{ .network }}, which is not an IPv4 network; write one such as 10.20.0.0/24
+{{- else }}
+{{- $parts := splitList "/" .network }}
+{{- $prefix := last $parts | int }}
+{{- $address := 0 }}
+{{- range splitList "." (first $parts) }}{{ $address = add (mul $address 256) (int .) }}{{ end }}
+{{- $size := 1 }}
+{{- range until (sub 32 $prefix | int) }}{{ $size = mul $size 2 }}{{ end }}
+{{- with mod $address $size }}
+{{- $base := sub $address . }}
+- {{ $.name }} has {{ $.network }}, an address within a network, and the server does not start with it; write {{ range $at, $divisor := list 16777216 65536 256 1 }}{{ if $at }}.{{ end }}{{ mod (div $base $divisor) 256 }}{{ end }}/{{ $prefix }}
+{{- end }}
+{{- if gt $prefix (int .longest) }}
+- {{ .name }} has {{ .network }}, which is too small; the smallest network is a /{{ .longest }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "culvert-server.errors" -}}
 {{- $v := .Values -}}
 {{- include "culvert.updateErrors" (fromYaml (include "culvert-server.rollingUpdate" .)) }}
@@ -244,6 +268,15 @@ maxSurge: {{ include "culvert.or" (list .Values.updateStrategy.maxSurge 1) }}
 {{- end }}
 {{- if and $v.openvpn.enabled (not $v.openvpn.routes) }}
 - openvpn.routes is empty: list the networks of pods, services and node access
+{{- end }}
+{{- if $v.openvpn.enabled }}
+{{- include "culvert-server.networkErrors" (dict "name" "openvpn.network" "network" $v.openvpn.network "longest" 29) }}
+{{- include "culvert-server.networkErrors" (dict "name" "openvpn.nodeAccessNetwork" "network" $v.openvpn.nodeAccessNetwork "longest" 16) }}
+{{- range $name, $networks := dict "openvpn.routes" $v.openvpn.routes "openvpn.pushRoutes" $v.openvpn.pushRoutes }}
+{{- range $networks }}
+{{- include "culvert-server.networkErrors" (dict "name" $name "network" . "longest" 32) }}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- if and $v.openvpn.enabled (not (or $v.openvpn.clientConfigs $v.openvpn.clientConfigMap)) }}
 - openvpn.clientConfigs and openvpn.clientConfigMap are empty: no client would have a network behind it
