@@ -1,5 +1,8 @@
 {{- define "culvert-agent.name" -}}culvert-agent{{- end }}
 
+{{/* Program of the chart in the image `culvert`. */}}
+{{- define "culvert-agent.program" -}}culvert-agent{{- end }}
+
 {{/* Labels of the workload and of its pods, beside the labels of all objects. */}}
 {{- define "culvert-agent.appLabels" -}}
 app: konnectivity-agent

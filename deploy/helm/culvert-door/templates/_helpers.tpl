@@ -1,6 +1,9 @@
 {{/* KKP's dashboards select the pods by this name. */}}
 {{- define "culvert-door.name" -}}nodeport-proxy-envoy{{- end }}
 
+{{/* Program of the chart in the image `culvert`. */}}
+{{- define "culvert-door.program" -}}culvert-nodeport-proxy{{- end }}
+
 {{/* Labels of the workload and of its pods, beside the labels of all objects. */}}
 {{- define "culvert-door.appLabels" -}}
 app: nodeport-proxy-envoy

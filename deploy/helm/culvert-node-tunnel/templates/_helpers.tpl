@@ -1,6 +1,9 @@
 {{/* KKP's dashboards select the pods by this name. */}}
 {{- define "culvert-node-tunnel.name" -}}envoy-agent{{- end }}
 
+{{/* Program of the chart in the image `culvert`. */}}
+{{- define "culvert-node-tunnel.program" -}}culvert-node-tunnel{{- end }}
+
 {{/* Labels of the workload and of its pods, beside the labels of all objects. */}}
 {{- define "culvert-node-tunnel.appLabels" -}}
 app: envoy-agent

@@ -39,12 +39,22 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end }}
 
+{{/* Command of a container; empty: the entry point of the image. The image `culvert` has all programs, and its entry point is
+the tool `culvert`. Each chart defines "NAME-OF-CHART.program". */}}
+{{- define "culvert.command" -}}
+{{- if .Values.command }}
+{{- toYaml .Values.command }}
+{{- else if eq (base .Values.image.repository) "culvert" }}
+{{- toYaml (list (printf "/usr/bin/%s" (include (printf "%s.program" .Chart.Name) .))) }}
+{{- end }}
+{{- end }}
+
 {{/* Fields of a container that do not depend on the program. */}}
 {{- define "culvert.container" -}}
 image: {{ include "culvert.image" . }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
-{{- with .Values.command }}
-command: {{- toYaml . | nindent 2 }}
+{{- with include "culvert.command" . | trim }}
+command: {{- . | nindent 2 }}
 {{- end }}
 {{- with .Values.resources }}
 resources: {{- toYaml . | nindent 2 }}

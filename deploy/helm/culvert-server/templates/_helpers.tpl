@@ -1,5 +1,8 @@
 {{- define "culvert-server.name" -}}culvert-server{{- end }}
 
+{{/* Program of the chart in the image `culvert`. */}}
+{{- define "culvert-server.program" -}}culvert-server{{- end }}
+
 {{/* Labels of the workload and of its pods, beside the labels of all objects. */}}
 {{- define "culvert-server.appLabels" -}}
 app: konnectivity-server
