@@ -1,5 +1,7 @@
 //! The command lines of the rendered programs, with KKP's arguments in KKP's order.
 
+use culvert_host::net::dial::join_host_port;
+
 use super::apiserver::Apiserver;
 use super::cluster::Tunnel;
 use super::target::{OPENVPN_PORT, Program, Target};
@@ -104,6 +106,11 @@ fn openvpn_server(target: &Target<'_>) -> Vec<String> {
 /// Returns the arguments of the agent of the Konnectivity tunnel.
 pub(super) fn agent(target: &Target<'_>) -> Vec<String> {
     let (host, port) = &target.konnectivity;
+    // The stock agent joins host and port without adding brackets. Our agent accepts both notations.
+    let host = match host.contains(':') {
+        true => format!("[{host}]"),
+        false => host.clone(),
+    };
     let user = &target
         .cluster
         .spec
@@ -141,7 +148,7 @@ pub(super) fn openvpn_client(target: &Target<'_>) -> Vec<String> {
     vec![
         "--logtostderr=true".to_owned(),
         "-v=3".to_owned(),
-        format!("--openvpn-remote={host}:{port}"),
+        format!("--openvpn-remote={}", join_host_port(host, *port)),
         "--openvpn-ca=/etc/openvpn/certs/ca.crt".to_owned(),
         "--openvpn-cert=/etc/openvpn/certs/client.crt".to_owned(),
         "--openvpn-key=/etc/openvpn/certs/client.key".to_owned(),
@@ -184,15 +191,20 @@ pub(super) fn node_tunnel(target: &Target<'_>) -> Vec<String> {
     let service = |name, port| format!("{name}.{}.svc.cluster.local:{port}", target.namespace);
     let kas = target.apiserver_port;
     let mut args = vec![
-        format!("--proxy={}:{CONNECT_PORT}", target.external_name),
         format!(
-            "--listen={address}:{kas}={}",
+            "--proxy={}",
+            join_host_port(&target.external_name, CONNECT_PORT)
+        ),
+        format!(
+            "--listen={}={}",
+            join_host_port(address, kas),
             service("apiserver-external", 443)
         ),
     ];
     if target.cluster.tunnel == Tunnel::Openvpn {
         let service = service("openvpn-server", OPENVPN_PORT);
-        args.push(format!("--listen={address}:{OPENVPN_PORT}={service}"));
+        let listen = join_host_port(address, OPENVPN_PORT);
+        args.push(format!("--listen={listen}={service}"));
     }
     args.extend(["--if=envoyagent".to_owned(), format!("--addr={address}")]);
     args

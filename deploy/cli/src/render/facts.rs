@@ -26,7 +26,7 @@ pub(crate) struct Facts {
     pub(crate) kubernetes_version: Option<String>,
     /// Tunnel of the rendered objects: konnectivity or openvpn.
     pub(crate) tunnel: Option<String>,
-    /// Public name of the API server; with LoadBalancer also an address.
+    /// Public name of the API server; an address also works, except with Tunneling.
     pub(crate) external_name: Option<String>,
     /// Public address of the API server.
     #[serde(rename = "addressIP")]

@@ -81,7 +81,7 @@ struct Values {
     #[arg(long, value_name = "TUNNEL")]
     tunnel: Option<String>,
 
-    /// Public name of the API server; with LoadBalancer also an address.
+    /// Public name of the API server; an address also works, except with Tunneling.
     #[arg(long, value_name = "NAME")]
     external_name: Option<String>,
 

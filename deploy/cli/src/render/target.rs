@@ -69,6 +69,10 @@ impl<'a> Target<'a> {
             findings.error(Problem::invalid("externalName", name, reason));
         }
         let is_tunneling = cluster.is_tunneling();
+        if is_tunneling && name.parse::<IpAddr>().is_ok() {
+            let reason = "is an address; with the strategy Tunneling, agents use the name konnectivity-server.<externalName>, so set a DNS name";
+            findings.error(Problem::invalid("externalName", &name, reason));
+        }
         if !is_tunneling {
             text(findings, &facts.address_ip, "addressIP", "address-ip");
         }
@@ -195,6 +199,11 @@ impl<'a> Target<'a> {
             "" => KEEPALIVE,
             time => time,
         }
+    }
+
+    /// Returns the external name if it is an address.
+    pub(super) fn external_address(&self) -> Option<IpAddr> {
+        self.external_name.parse().ok()
     }
 
     /// Returns the first address of the services: the address of the Service `kubernetes`.

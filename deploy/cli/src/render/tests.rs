@@ -442,6 +442,74 @@ fn names_that_no_cluster_can_use_are_errors_with_a_remedy() {
 }
 
 #[test]
+fn address_as_external_name_gets_brackets_and_no_dns_name() {
+    let rendered = |tunnel: &str, strategy: &str, name: &str, address: &str| {
+        let text = file(tunnel, strategy, "");
+        let text = text.replace("abc123.seed.example.com", &format!("'{name}'"));
+        text.replace("192.0.2.10", &format!("'{address}'"))
+    };
+    let names = |text: &str| {
+        let requests = object(text, "ConfigMap", "tunnel-certificate-requests");
+        let request = requests["data"]["konnectivityproxy-tls.cnf"].as_str();
+        let mut lines = request.unwrap().lines();
+        let names = lines.find_map(|line| line.strip_prefix("subjectAltName = "));
+        names.unwrap().to_owned()
+    };
+    let ipv6 = "2001:db8::1";
+    for (tunnel, remote) in [
+        ("konnectivity", "--proxy-server-host=[2001:db8::1]"),
+        ("openvpn", "--openvpn-remote=[2001:db8::1]:31002"),
+    ] {
+        for strategy in ["NodePort", "LoadBalancer"] {
+            let text = rendered(tunnel, strategy, ipv6, ipv6);
+            let lines = render(&text, command_lines).into_iter();
+            let agents = ["konnectivity-agent", "openvpn-client"];
+            let mut agents = lines.filter(|(name, _)| agents.contains(&name.as_str()));
+            let (_, args) = agents.next().unwrap();
+            assert!(args.iter().any(|arg| arg == remote), "{args:#?}");
+            let root = Root::new();
+            let line = root.move_into(&args);
+            let outcome = culvert_agent::config::Config::from_args(&line).map(drop);
+            assert_eq!(outcome.map_err(|exit| exit.text), Ok(()));
+
+            let flags = object(&text, "ConfigMap", "kube-apiserver-tunnel-flags");
+            let flags = flags["data"]["flags"].as_str().unwrap();
+            let issuer = "--service-account-issuer=https://[2001:db8::1]:31000";
+            assert!(flags.lines().any(|line| line == issuer), "{flags}");
+            assert_eq!(names(&text), "IP:10.240.16.1, IP:127.0.0.1, IP:2001:db8::1");
+        }
+    }
+    let text = rendered("konnectivity", "NodePort", "203.0.113.5", "192.0.2.10");
+    assert_eq!(
+        names(&text),
+        "IP:10.240.16.1, IP:127.0.0.1, IP:192.0.2.10, IP:203.0.113.5"
+    );
+    // `getent hosts` fails for an address without a name.
+    let plan = plan_of_file(&text, "c.yaml", Side::LoadBalancer, Side::NodePort).unwrap();
+    assert!(!plan.contains("getent"), "{plan}");
+}
+
+#[test]
+fn address_as_external_name_is_an_error_with_tunneling() {
+    for address in ["203.0.113.5", "2001:db8::1"] {
+        let text = file("konnectivity", "Tunneling", "");
+        let text = text.replace("abc123.seed.example.com", &format!("'{address}'"));
+        let mut findings = Findings::default();
+        let cluster = Cluster::new(input::parse(&text).unwrap(), true, &mut findings);
+        rules::check(&cluster, None, &mut findings);
+        Target::new(&cluster, &mut findings);
+        let problems: Vec<String> = findings.problems.iter().map(ToString::to_string).collect();
+        let expected = format!("externalName: Invalid value: \"{address}\": is an address; ");
+        assert!(
+            problems.len() == 1 && problems[0].starts_with(&expected),
+            "{problems:?}"
+        );
+        let mut warnings = findings.warnings.iter().map(ToString::to_string);
+        assert!(!warnings.any(|it| it.contains("DNS must also resolve")));
+    }
+}
+
+#[test]
 fn registry_is_part_of_every_default_image_or_missed_in_a_warning() {
     let warnings = |more: &str| -> Vec<String> {
         let text = file("konnectivity", "Tunneling", more);

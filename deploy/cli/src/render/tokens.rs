@@ -7,6 +7,8 @@
 //! A running kube-apiserver keeps its issuers and audiences, because it refuses tokens of an issuer that it does not know.
 //! The first issuer signs new tokens.
 
+use culvert_host::net::dial::join_host_port;
+
 use super::apiserver::Apiserver;
 use super::finding::Findings;
 use super::spec::ServiceAccount;
@@ -108,7 +110,7 @@ fn is_old_url(issuer: &str, target: &Target<'_>, running: Option<&Apiserver>) ->
 
 /// Returns KKP's URL of an API server.
 fn url(name: &str, port: u16) -> String {
-    format!("https://{name}:{port}")
+    format!("https://{}", join_host_port(name, port))
 }
 
 fn owned(list: Vec<&str>) -> Vec<String> {

@@ -1,6 +1,7 @@
 //! The requests of all certificates, as configuration files of OpenSSL.
 
 use std::fmt::Write as _;
+use std::net::IpAddr;
 
 use serde_json::{Map, Value, json};
 
@@ -52,12 +53,22 @@ fn requests(target: &Target<'_>) -> Vec<Request> {
         addresses.extend(target.address_ip.clone());
     }
     let name = &target.external_name;
+    let names = match target.external_address() {
+        Some(address) => {
+            let is_listed = |it: &String| it.parse::<IpAddr>() == Ok(address);
+            if !addresses.iter().any(is_listed) {
+                addresses.push(address.to_string());
+            }
+            Vec::new()
+        }
+        None => vec![name.clone(), format!("konnectivity-server.{name}")],
+    };
     let mut requests = vec![
         Request {
             secret: "konnectivityproxy-tls",
             common_name: "konnectivity-proxy",
             usage: "serverAuth",
-            names: vec![name.clone(), format!("konnectivity-server.{name}")],
+            names,
             addresses,
         },
         client("konnectivity-kubeconfig", AUDIENCE),

@@ -47,6 +47,12 @@ pub(super) fn change(from: Side, to: Side, target: &Target<'_>, file: &str) -> V
             "",
             "nothing to undo",
         )),
+        _ if target.external_address().is_some() => steps.push(Step::new(
+            "Check that the address belongs to the seed's front door, and that its node ports are open.",
+            &["# nothing to resolve: externalName is an address".to_owned()],
+            "",
+            "nothing to undo",
+        )),
         _ => steps.push(Step::new(
             "Check that the name resolves to the seed's front door, and that its node ports are open.",
             &[format!("getent hosts {}", target.external_name)],

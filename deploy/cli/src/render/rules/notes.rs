@@ -83,7 +83,10 @@ fn tunneling(cluster: &Cluster, findings: &mut Findings) {
     if !cluster.is_tunneling() {
         return;
     }
-    if let Some(name) = &cluster.facts().external_name {
+    // An address is an error.
+    if let Some(name) = &cluster.facts().external_name
+        && name.parse::<IpAddr>().is_err()
+    {
         let reason = format!(
             "DNS must also resolve konnectivity-server.{name}; a wildcard record covers both names if {name} \
              itself has no record"
