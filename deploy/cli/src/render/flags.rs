@@ -32,7 +32,7 @@ pub struct Options {
     pub(super) part: Vec<Part>,
 
     /// Write files such as seed-server.yaml and user-agent.yaml into this folder, instead of the standard output. Each
-    /// user cluster needs a folder of its own.
+    /// user cluster needs a folder of its own. Files of earlier runs are replaced; any other file of such a name is an error.
     #[arg(long, value_name = "DIR")]
     pub(super) output_dir: Option<PathBuf>,
 

@@ -2,10 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 use clap::ValueEnum as _;
+use tempfile::NamedTempFile;
 
 use super::objects::{Object, Part, Place};
 
@@ -38,11 +41,15 @@ pub(super) fn stream<'a>(objects: impl IntoIterator<Item = &'a Object>) -> anyho
 /// Begin of the first line of each file, before the namespace of the user cluster in the seed.
 const CLUSTER: &str = "# cluster: ";
 
+/// Longest first line, in bytes; longer than any namespace.
+const MAX_LINE_BYTES: u64 = 1024;
+
 /// Writes a file for each part, and for seed and user cluster. Patches get files of their own. `namespace` is the namespace of
-/// the user cluster in the seed.
+/// the user cluster in the seed. All files are complete before the first of them replaces a file of an earlier run. A
+/// symbolic link is replaced, and its target stays as it is.
 ///
 /// # Errors
-/// Fails if the folder or a file cannot be written.
+/// Fails if the folder or a file cannot be written, or if a file exists that no earlier run has written.
 pub(super) fn write(folder: &Path, namespace: &str, objects: &[Object]) -> anyhow::Result<()> {
     fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
     let mut files: BTreeMap<String, Vec<&Object>> = BTreeMap::new();
@@ -50,20 +57,66 @@ pub(super) fn write(folder: &Path, namespace: &str, objects: &[Object]) -> anyho
         let file = file(object.place, object.part, object.is_patch);
         files.entry(file).or_default().push(object);
     }
+    for file in files.keys() {
+        let path = folder.join(file);
+        // The metadata of a link is found even if its target is missing.
+        let found = fs::symlink_metadata(&path);
+        let is_missing = found.is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
+        let owner = owner(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        anyhow::ensure!(
+            is_missing || owner.is_some(),
+            "{}: no earlier run of culvert render wrote this file: its first line does not begin with {CLUSTER:?}; move or \
+             delete the file, or choose another folder",
+            path.display()
+        );
+    }
+    let cannot_write = |path: &Path| format!("cannot write {}", path.display());
+    let mut complete = Vec::new();
     for (file, objects) in files {
         let path = folder.join(file);
         let text = format!("{CLUSTER}{namespace}\n{}", stream(objects)?);
-        fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
+        let temporary = temporary(folder, &text).with_context(|| cannot_write(&path))?;
+        complete.push((path, temporary));
+    }
+    for (path, temporary) in complete {
+        let replaced = temporary.persist(&path).map_err(|failed| failed.error);
+        replaced.with_context(|| cannot_write(&path))?;
         say!("{}", path.display());
     }
     Ok(())
 }
 
+/// Writes a text to a new file in the folder. The file is removed when the returned value is dropped.
+fn temporary(folder: &Path, text: &str) -> io::Result<NamedTempFile> {
+    let mut file = tempfile::Builder::new()
+        .prefix(".culvert-render-")
+        .permissions(fs::Permissions::from_mode(0o666))
+        .tempfile_in(folder)?;
+    file.write_all(text.as_bytes())?;
+    Ok(file)
+}
+
+/// Returns the namespace in the first line of a file; `None` if no run of this command has written the file, or if the file
+/// is missing.
+fn owner(path: &Path) -> io::Result<Option<String>> {
+    // A pipe would block.
+    match fs::metadata(path) {
+        Ok(found) if found.is_file() => {}
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => return Ok(None),
+    }
+    let mut line = Vec::new();
+    let file = BufReader::new(fs::File::open(path)?);
+    file.take(MAX_LINE_BYTES).read_until(b'\n', &mut line)?;
+    let line = String::from_utf8_lossy(&line);
+    let namespace = line.trim_end().strip_prefix(CLUSTER);
+    Ok(namespace.map(str::to_owned))
+}
+
 /// Returns the namespace of another user cluster whose objects an earlier run has written into the folder.
 pub(super) fn other_cluster(folder: &Path, namespace: &str) -> Option<String> {
     every_file(Part::value_variants())
-        .filter_map(|(.., file)| fs::read_to_string(folder.join(file)).ok())
-        .filter_map(|text| Some(text.lines().next()?.strip_prefix(CLUSTER)?.to_owned()))
+        .filter_map(|(.., file)| owner(&folder.join(file)).ok()?)
         .find(|found| found != namespace)
 }
 
@@ -81,7 +134,7 @@ pub(super) fn stale(folder: &Path, objects: &[Object], parts: &[Part]) -> Vec<Pa
             !objects.iter().any(is_in)
         })
         .map(|(.., file)| folder.join(file))
-        .filter(|path| path.exists())
+        .filter(|path| owner(path).is_ok_and(|owner| owner.is_some()))
         .collect()
 }
 

@@ -1011,6 +1011,74 @@ fn folder_with_another_cluster_is_an_error() {
     assert_eq!(read(), before);
 }
 
+/// Returns the names in a folder.
+fn names_in(folder: &Path) -> BTreeSet<String> {
+    let entries = std::fs::read_dir(folder).unwrap();
+    let names = entries.map(|entry| entry.unwrap().file_name());
+    names.map(|name| name.into_string().unwrap()).collect()
+}
+
+#[test]
+fn files_that_no_earlier_run_wrote_are_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("cluster.yaml");
+    let output = folder.path().join("out");
+    std::fs::write(&path, file("konnectivity", "NodePort", "")).unwrap();
+    std::fs::create_dir(&output).unwrap();
+    let options = parsed(&format!(
+        "render {} --output-dir={}",
+        path.display(),
+        output.display()
+    ));
+    let own = output.join("user-agent.yaml");
+    // No run of this cluster writes the part, so there is no warning either.
+    std::fs::write(output.join("seed-door.yaml"), "kind: List\n").unwrap();
+    for text in ["kind: List\n", ""] {
+        std::fs::write(&own, text).unwrap();
+        let error = super::render(&options).map(drop).unwrap_err();
+        let expected = format!("{}: no earlier run of culvert render", own.display());
+        assert!(error.to_string().starts_with(&expected), "{error}");
+        assert_eq!(super::code(&error), 2);
+        assert_eq!(std::fs::read_to_string(&own).unwrap(), text);
+        assert_eq!(names_in(&output).len(), 2);
+    }
+    render(&file("konnectivity", "NodePort", ""), |objects| {
+        let stale = output::stale(&output, objects, &[]);
+        assert!(stale.is_empty(), "{stale:?}");
+    });
+    std::fs::remove_file(&own).unwrap();
+    std::os::unix::fs::symlink(folder.path().join("missing"), &own).unwrap();
+    super::render(&options).map(drop).unwrap_err();
+    assert!(!folder.path().join("missing").exists());
+}
+
+#[test]
+fn links_in_the_output_folder_are_replaced() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("cluster.yaml");
+    let output = folder.path().join("out");
+    let target = folder.path().join("target.yaml");
+    std::fs::write(&path, file("konnectivity", "NodePort", "")).unwrap();
+    std::fs::create_dir(&output).unwrap();
+    let text = "# cluster: cluster-abc123\nkind: List\n";
+    std::fs::write(&target, text).unwrap();
+    let link = output.join("user-agent.yaml");
+    std::os::unix::fs::symlink(&target, &link).unwrap();
+    let options = parsed(&format!(
+        "render {} --output-dir={} --part=agent",
+        path.display(),
+        output.display()
+    ));
+    super::render(&options).map(drop).unwrap();
+    assert_eq!(std::fs::read_to_string(&target).unwrap(), text);
+    assert!(!link.is_symlink());
+    let written = std::fs::read_to_string(&link).unwrap();
+    assert!(written.contains("kind: Deployment"), "{written}");
+    // No temporary file stays.
+    let names = BTreeSet::from(["user-agent.yaml".to_owned()]);
+    assert_eq!(names_in(&output), names);
+}
+
 #[test]
 fn part_of_another_strategy_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
