@@ -510,6 +510,23 @@ fn address_as_external_name_is_an_error_with_tunneling() {
 }
 
 #[test]
+fn syntax_and_type_errors_quote_their_line() {
+    let error = |text: &str| input::parse(text).map(drop).unwrap_err().to_string();
+    let why = error("clusterID: abc\nnodes: many\n");
+    assert!(why.starts_with("line 2 "), "{why}");
+    assert!(why.ends_with(", in \"nodes: many\""), "{why}");
+    let why = error("clusterID: abc\nnodes: 1\nclusterID: def\n");
+    assert!(
+        why.contains("duplicate mapping key: clusterID, in "),
+        "{why}"
+    );
+    assert!(!why.contains("DuplicateKeyPolicy"), "{why}");
+    let long = "n".repeat(200);
+    let why = error(&format!("clusterID: abc\nnodes: {long}\n"));
+    assert!(!why.contains(&long), "{why}");
+}
+
+#[test]
 fn registry_is_part_of_every_default_image_or_missed_in_a_warning() {
     let warnings = |more: &str| -> Vec<String> {
         let text = file("konnectivity", "Tunneling", more);
