@@ -43,9 +43,9 @@ pub struct Options {
     #[arg(long)]
     wait: bool,
 
-    /// Longest time for the request and the wait; the switch continues afterwards. Without the flag, the wait has no
-    /// limit.
-    #[arg(long, value_name = "DURATION", requires = "wait", value_parser = drain)]
+    /// Longest time for the request, and with --wait for request and wait together; the switch continues afterwards. Without
+    /// the flag, the wait has no limit. The request alone never takes longer than 30s.
+    #[arg(long, value_name = "DURATION", value_parser = drain)]
     timeout: Option<GoDuration>,
 }
 
@@ -210,9 +210,14 @@ mod tests {
 
     #[tokio::test]
     async fn timeout_limits_the_request_and_the_polls() {
-        let flags = ["--wait", "--timeout=200ms"];
-        let error = failure(vec![], &flags).await;
-        assert!(error.contains("may have accepted the switch"), "{error}");
+        for flags in [
+            ["--timeout=200ms"].as_slice(),
+            &["--wait", "--timeout=200ms"],
+        ] {
+            let error = failure(vec![], flags).await;
+            assert!(error.contains("may have accepted the switch"), "{error}");
+            assert!(error.contains("in 200ms"), "{error}");
+        }
         let status = Status {
             draining: false,
             link_congestion: None,
