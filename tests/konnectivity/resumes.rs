@@ -314,6 +314,29 @@ async fn dial_during_a_break_goes_to_another_agent() {
 }
 
 #[tokio::test]
+async fn agent_that_is_away_gives_its_place_to_a_new_agent() {
+    let services = Services::start().await.unwrap();
+    let (mut topology, balancer) = start(1, &["--max-agents=1"], &[]).await;
+    let mut stream = open(&topology, &services.raw.to_string()).await;
+    let port = format!("--proxy-server-port={}", topology.agent_address(0).port());
+    topology.add_agent(Executable::Ours, &[&port]).await;
+    let refused = "the server already has 1 agent connections";
+    topology.agent(1).wait_for_log(refused, LIMIT).await;
+    balancer.set(Vec::new());
+    balancer.reset();
+    let displaced = "the agent is away, and a new agent needs its place";
+    topology.server(0).wait_for_log(displaced, LIMIT).await;
+    read_rest(&mut stream).await;
+    eventually("the new agent is connected", LIMIT, async || {
+        let metrics = topology.agent_metrics(1).await;
+        let open = value(&metrics, &agent_name("open_server_connections"), &[]);
+        (open == 1.0).then_some(()).ok_or(open)
+    })
+    .await;
+    Innocent::open(&topology, services.raw).await;
+}
+
+#[tokio::test]
 async fn link_that_does_not_resume_in_time_ends_its_connections_once() {
     let services = Services::start().await.unwrap();
     let grace = "--resume-grace=2s";
