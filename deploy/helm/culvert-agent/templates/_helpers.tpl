@@ -202,7 +202,7 @@ maxSurge: {{ include "culvert.or" (list $given.maxSurge 0) }}
 {{- if (dateModify $interval $start).After (dateModify $cap $start) }}
 - sync.interval is {{ $interval }} and sync.intervalCap {{ $cap }}: the agent does not start with a cap below the interval; set sync.intervalCap to at least {{ $interval }}
 {{- end }}
-{{- if not (regexMatch "^((ipv4|ipv6|host|cidr|default-route)=[^&;]*)?(&((ipv4|ipv6|host|cidr|default-route)=[^&;]*)?)*$" $v.identifiers) }}
+{{- if not (regexMatch "^((ipv4|ipv6|host|cidr|default-route)(=[^&;]*)?)?(&((ipv4|ipv6|host|cidr|default-route)(=[^&;]*)?)?)*$" $v.identifiers) }}
 - identifiers is {{ $v.identifiers }}: the agent does not start with an identifier that has no key, or an unknown one; the keys are ipv4, ipv6, host, cidr and default-route, as in host=$(NODE_NAME)&ipv4=$(HOST_IP)
 {{- end }}
 {{- end }}
@@ -218,7 +218,7 @@ maxSurge: {{ include "culvert.or" (list $given.maxSurge 0) }}
 {{- if and $v.compat (or $openvpn $v.destinations.allow $v.destinations.deny) }}
 - compat is set with openvpn or destinations: the stock agent does not know these flags
 {{- end }}
-{{- if and $v.compat (lt (int $v.terminationGracePeriodSeconds) 30) }}
+{{- if and $v.compat (ne (base $v.image.repository) "proxy-agent") (lt (int $v.terminationGracePeriodSeconds) 30) }}
 - terminationGracePeriodSeconds is {{ $v.terminationGracePeriodSeconds }} with compat: Culvert's agent then drains for 25 s, and would be killed before its end; set at least 30, or remove compat
 {{- end }}
 {{- if and $v.leases.enabled (has $v.compat (list "2.28" "2.29")) }}
