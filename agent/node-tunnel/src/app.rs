@@ -146,8 +146,9 @@ impl Bound {
             spawn_essential(&upkeep, "interface", &stop, keeper.run(stop.clone()));
         }
         for (listener, route) in self.listeners.into_iter().zip(&routes) {
-            let (pool, of_handler) = (pool.clone(), metrics.clone());
-            let handler = ClientHandler::new(route, pool, of_handler, tasks.clone(), cut.clone());
+            let refusals = metrics.refused.get(Refusal::TooManyConnections).clone();
+            let (pool, metrics) = (pool.clone(), metrics.clone());
+            let handler = ClientHandler::new(route, pool, metrics, tasks.clone(), cut.clone());
             let (handler, tasks) = (Arc::new(handler), tasks.clone());
             let handle = move |accepted| {
                 if let Accepted::Tcp(stream, peer) = accepted {
@@ -169,13 +170,7 @@ impl Bound {
                 ..Keepalive::default()
             };
             let listener = Listener::tcp(listener, &keepalive);
-            let metrics = metrics.clone();
-            let refused = move || {
-                metrics
-                    .refused
-                    .get(Refusal::TooManyConnections)
-                    .increment(1)
-            };
+            let refused = move || refusals.increment(1);
             let serve = listener.serve(closing.clone(), handle, refused);
             spawn_essential(&upkeep, "listener", &closing, serve);
         }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use culvert_host::net::admission::{Admission, AdmissionLimits, Unadmitted};
-use culvert_host::net::listen::{Accepted, Listener};
+use culvert_host::net::listen::{Accepted, Listener, TOO_MANY_FILES};
 use culvert_host::net::long_path;
 use culvert_host::net::networks::Networks;
 use culvert_host::net::proxy_protocol::{self, HeaderError, Origin, UNEXPECTED_HEADER, is_header};
@@ -155,7 +155,7 @@ impl Front {
     /// Refuses a connection of a source that has used up its share.
     pub(crate) fn refuse_share(&self, entrance: Entrance, client: &Origin) {
         let listener = entrance.as_str();
-        warn!(listener, %client, "connection refused: the address has more connections than descriptors are free; raise the limit (ulimit -n, LimitNOFILE), or the memory limit, which allows one file for each 8 KiB");
+        warn!(listener, %client, "connection refused: the address has more connections than descriptors are free: {TOO_MANY_FILES}");
         self.metrics.refused(entrance, Refusal::TooManyConnections);
     }
 

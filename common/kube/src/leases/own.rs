@@ -43,7 +43,7 @@ pub struct OwnLease {
     may_exist: bool,
     /// Time of the last write; `None` before the first.
     written: Option<Instant>,
-    /// 1 while the lease is live, 0 after failures for its whole duration, NaN once it is given up.
+    /// See [`OwnLease::new`].
     kept: Gauge,
     /// Pause after the next failure.
     pause: Duration,
