@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
+use h2::client::SendRequest;
 use h2::{RecvStream, SendStream};
 use http::{Request, Response};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex};
@@ -226,16 +227,24 @@ async fn peer_gets_the_default_window_before_its_admission() {
     timeout(LIMIT, opened).await.unwrap();
 }
 
-/// A client may fill the window of its stream with frames of 14 bytes: messages of one byte.
-#[tokio::test(start_paused = true)]
-async fn smallest_messages_of_a_client_may_fill_its_window() {
+/// Connects a client. Returns its requests, and the calls as the server receives them.
+async fn client() -> (
+    SendRequest<Bytes>,
+    mpsc::UnboundedReceiver<(RecvStream, SendStream<Bytes>)>,
+) {
     let (near, far) = duplex(1 << 16);
-    let (bodies, mut called) = mpsc::unbounded_channel();
+    let (bodies, called) = mpsc::unbounded_channel();
     let taker = Taker::for_client(near, PINGS);
     tokio::spawn(async move { take(taker.await.unwrap(), bodies).await });
     let (requests, connection) = h2::client::handshake(far).await.unwrap();
     tokio::spawn(connection);
-    let mut requests = requests.ready().await.unwrap();
+    (requests.ready().await.unwrap(), called)
+}
+
+/// A client may fill the window of its stream with frames of 14 bytes: messages of one byte.
+#[tokio::test(start_paused = true)]
+async fn smallest_messages_of_a_client_may_fill_its_window() {
+    let (mut requests, mut called) = client().await;
     let (_, mut packets) = requests.send_request(Request::new(()), false).unwrap();
     let (mut body, _answer) = called.recv().await.unwrap();
     let mut sent = 0;
@@ -282,13 +291,7 @@ async fn fill(packets: &mut SendStream<Bytes>) -> usize {
 async fn unread_bytes_of_a_client_are_limited_for_each_stream_and_for_all_streams() {
     const STREAM: usize = 1 << 20;
     const ALL: usize = 40 << 20;
-    let (near, far) = duplex(1 << 16);
-    let (bodies, mut called) = mpsc::unbounded_channel();
-    let taker = Taker::for_client(near, PINGS);
-    tokio::spawn(async move { take(taker.await.unwrap(), bodies).await });
-    let (requests, connection) = h2::client::handshake(far).await.unwrap();
-    tokio::spawn(connection);
-    let mut requests = requests.ready().await.unwrap();
+    let (mut requests, mut called) = client().await;
     let (mut streams, mut unread, mut sent) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..=ALL / STREAM {
         let (_, mut packets) = requests.send_request(Request::new(()), false).unwrap();
