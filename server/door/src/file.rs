@@ -65,6 +65,18 @@ pub(crate) struct Follower {
     metrics: Arc<ProxyMetrics>,
 }
 
+/// Result of one look at the file.
+#[derive(Debug, PartialEq, Eq)]
+enum Look {
+    /// No new routes are in force.
+    Unchanged,
+    /// The file's new routes are in force.
+    Changed,
+    /// The file cannot be read any more, for this reason. The thread of a look does not log the reason, because a look may
+    /// outlast the follower, when the file may be removed.
+    Unreadable(String),
+}
+
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Document {
@@ -169,38 +181,37 @@ impl Follower {
                 }
             };
             let look = move || (self.look(), self);
-            let has_changed;
-            ((has_changed, self), was_slow) = read_in_background(look, is_slow).await;
-            if has_changed {
-                changes.send_modify(|count| *count += 1);
-            } else if was_slow {
+            let looked;
+            ((looked, self), was_slow) = read_in_background(look, is_slow).await;
+            match looked {
+                Look::Changed => changes.send_modify(|count| *count += 1),
                 // The next look decides if the file can be read again.
-                *metrics.source.lock() = SourceState::Unreadable;
+                Look::Unchanged if was_slow => *metrics.source.lock() = SourceState::Unreadable,
+                Look::Unchanged => {}
+                Look::Unreadable(why) => error!("{why}; the last routes stay in force"),
             }
         }
     }
 
-    /// Looks at the file; returns true if it has changed and its routes are in force now.
-    fn look(&mut self) -> bool {
-        let (source, changed) = match self.file.check() {
-            Outcome::Same => (self.read, false),
+    /// Looks at the file, and applies its routes if they have changed.
+    fn look(&mut self) -> Look {
+        let (source, looked) = match self.file.check() {
+            Outcome::Same => (self.read, Look::Unchanged),
             Outcome::Changed => {
-                let changed = self.apply();
-                self.read = match changed {
-                    true => SourceState::Good,
-                    false => SourceState::Rejected,
+                let looked;
+                (self.read, looked) = match self.apply() {
+                    true => (SourceState::Good, Look::Changed),
+                    false => (SourceState::Rejected, Look::Unchanged),
                 };
-                (self.read, changed)
+                (self.read, looked)
             }
-            Outcome::Unreadable { why, is_new } => {
-                if is_new {
-                    error!("{why}; the last routes stay in force");
-                }
-                (SourceState::Unreadable, false)
+            Outcome::Unreadable { why, is_new: true } => {
+                (SourceState::Unreadable, Look::Unreadable(why))
             }
+            Outcome::Unreadable { is_new: false, .. } => (SourceState::Unreadable, Look::Unchanged),
         };
         *self.metrics.source.lock() = source;
-        changed
+        looked
     }
 
     /// Applies the current text; returns false if it has mistakes.

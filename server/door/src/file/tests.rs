@@ -181,18 +181,32 @@ fn invalid_or_missing_file_changes_nothing() {
     std::fs::write(&path, GOOD).unwrap();
     let (mut follower, table) = open(&path).unwrap();
     assert!(table.by_server_name("api.example.com").is_some());
-    assert!(!follower.look(), "nothing changed");
+    assert_eq!(follower.look(), Look::Unchanged);
     std::fs::write(&path, "upstreams: [").unwrap();
-    assert!(!follower.look() && !follower.look());
+    assert_eq!(
+        [follower.look(), follower.look()],
+        [Look::Unchanged, Look::Unchanged]
+    );
     std::fs::remove_file(&path).unwrap();
-    assert!(!follower.look());
+    let looked = follower.look();
+    let Look::Unreadable(why) = looked else {
+        panic!("{looked:?}");
+    };
+    assert!(why.contains("door.yaml"), "{why}");
+    assert_eq!(follower.look(), Look::Unchanged, "reported twice");
     assert!(table.by_server_name("api.example.com").is_some());
     std::fs::write(&path, "").unwrap();
-    assert!(!follower.look() && !follower.look());
+    let empty = follower.look();
+    assert!(matches!(&empty, Look::Unreadable(why) if why.contains("is empty")));
+    assert_eq!(follower.look(), Look::Unchanged);
     assert!(table.by_server_name("api.example.com").is_some());
     std::fs::write(&path, GOOD.replace("API.", "other.")).unwrap();
-    assert!(!follower.look(), "the file may be half written");
-    assert!(follower.look());
+    assert_eq!(
+        follower.look(),
+        Look::Unchanged,
+        "the file may be half written"
+    );
+    assert_eq!(follower.look(), Look::Changed);
     assert!(table.by_server_name("api.example.com").is_none());
     assert!(table.by_server_name("other.example.com").is_some());
     // A file restored with an old time stamp still counts as a change.
@@ -203,10 +217,16 @@ fn invalid_or_missing_file_changes_nothing() {
         file.set_modified(at).unwrap();
     };
     put(GOOD, old);
-    assert!(!follower.look() && follower.look());
-    assert!(!follower.look());
+    assert_eq!(
+        [follower.look(), follower.look()],
+        [Look::Unchanged, Look::Changed]
+    );
+    assert_eq!(follower.look(), Look::Unchanged);
     put("upstreams: []", old);
-    assert!(!follower.look() && follower.look());
+    assert_eq!(
+        [follower.look(), follower.look()],
+        [Look::Unchanged, Look::Changed]
+    );
     assert!(table.by_server_name("api.example.com").is_none());
 }
 
