@@ -5,17 +5,18 @@
 
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
 use culvert_host::net::listen::reset;
+use culvert_host::net::options::unacknowledged;
 use culvert_konnectivity::agent_mux::closed;
 use culvert_konnectivity::inbox;
 use culvert_konnectivity::message::{ConnectId, DialId, MAX_DATA_BYTES, Message};
 use culvert_stream::connection::run_connection;
 use culvert_stream::first_byte_gate::FirstByteGate;
 use culvert_stream::io::{LINGER, ReadSource, WriteSink, drain};
-use culvert_stream::{CLOSE_STALL, CloseReason, Dial, HALF_OPEN_IDLE, Sink, Source, log_closed};
+use culvert_stream::progress::Progress;
+use culvert_stream::{CloseReason, Dial, HALF_OPEN_IDLE, Sink, Source, log_closed};
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
@@ -55,6 +56,8 @@ pub(super) struct Endpoint {
 
 struct FromServer {
     incoming: inbox::Receiver<Incoming>,
+    /// Fires once the client is gone and its last bytes are queued.
+    closing: CancellationToken,
     first_byte_gate: FirstByteGate,
 }
 
@@ -118,10 +121,6 @@ impl Endpoint {
         let connection = self.connection;
         let (read, write) = socket.into_split();
         let watch = self.incoming.watch();
-        let client_gone = async {
-            self.closing.cancelled().await;
-            watch.stalled(CLOSE_STALL).await;
-        };
         // An endpoint's first bytes may need a short delay (see `first_byte_gate`). A Culvert server delays
         // the bytes; for a stock server, the agent does so.
         let first_byte_gate = if stream.half_close {
@@ -131,6 +130,7 @@ impl Endpoint {
         };
         let mut server_source = FromServer {
             incoming: self.incoming,
+            closing: self.closing.clone(),
             first_byte_gate: first_byte_gate.clone(),
         };
         let mut server_sink = ToServer {
@@ -139,7 +139,8 @@ impl Endpoint {
             first_byte_gate: first_byte_gate.clone(),
         };
         let mut source = ReadSource::new(read, Bytes::new(), CloseReason::EndpointLost);
-        let mut sink = WriteSink::new(write, CloseReason::EndpointLost);
+        let mut sink = WriteSink::new(write, CloseReason::EndpointLost)
+            .measured(|write| unacknowledged(write.as_ref()));
         let server_gone = async {
             stream.ended.cancelled().await;
             if self.closing.is_cancelled() {
@@ -151,7 +152,6 @@ impl Endpoint {
         let cut = pin!(async {
             tokio::select! {
                 reason = watch.overdue(stream.agent.limits.stall) => reason,
-                () = client_gone => CloseReason::Stalled,
                 reason = server_gone => reason,
             }
         });
@@ -260,6 +260,10 @@ impl Source for FromServer {
             }
         }
     }
+
+    async fn fill(&mut self) {
+        self.closing.cancelled().await;
+    }
 }
 
 // === impl ToServer ===
@@ -268,17 +272,17 @@ impl Sink for ToServer {
     async fn send_counted(
         &mut self,
         mut chunk: Bytes,
-        accepted: &AtomicU64,
+        progress: &Progress,
     ) -> Result<(), CloseReason> {
         self.first_byte_gate.wait().await;
         while !chunk.is_empty() {
             let bytes = chunk.split_to(chunk.len().min(MAX_DATA_BYTES));
-            let count = bytes.len() as u64;
+            let count = bytes.len();
             let connection = self.connection;
             self.stream
                 .send(Message::Data { connection, bytes })
                 .await?;
-            accepted.fetch_add(count, Ordering::Relaxed);
+            progress.add(count);
         }
         Ok(())
     }

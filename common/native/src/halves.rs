@@ -4,12 +4,13 @@ use std::collections::VecDeque;
 use std::future::{pending, poll_fn};
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 
 use bytes::{Buf, Bytes, BytesMut};
 use culvert_stream::allowance::{Allowance, Held};
+use culvert_stream::progress::Progress;
 use culvert_stream::{CloseReason, Sink, Source};
 use h2::{RecvStream, SendStream};
 use parking_lot::Mutex;
@@ -313,7 +314,7 @@ impl Sink for NativeSink {
     async fn send_counted(
         &mut self,
         mut chunk: Bytes,
-        accepted: &AtomicU64,
+        progress: &Progress,
     ) -> Result<(), CloseReason> {
         let hold = |all: &Arc<Allowance>| Arc::new(all.hold(chunk.len()));
         let held = self.allowance.as_ref().map(hold);
@@ -322,7 +323,7 @@ impl Sink for NativeSink {
             let room = poll_fn(|cx| self.poll_room(cx, wanted)).await?;
             let count = room.min(wanted);
             self.send_chunks(chunk.split_to(count), held.as_ref())?;
-            accepted.fetch_add(count as u64, Ordering::Relaxed);
+            progress.add(count);
         }
         Ok(())
     }

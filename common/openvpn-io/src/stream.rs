@@ -3,11 +3,12 @@
 use std::future::poll_fn;
 use std::net::SocketAddrV4;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
 use culvert_openvpn::flows::{FlowId, Refusal};
+use culvert_stream::progress::Progress;
 use culvert_stream::{CloseReason, Sink, Source};
 
 use super::mailbox::{Mailbox, Order};
@@ -174,11 +175,11 @@ impl FlowSink {
         self.writer.0.abort();
     }
 
-    async fn flush(&mut self, accepted: &AtomicU64) -> Result<(), CloseReason> {
+    async fn flush(&mut self, progress: &Progress) -> Result<(), CloseReason> {
         let sent = poll_fn(|cx| {
             let waiting = self.rest.len();
             let sent = self.writer.0.poll_send(&mut self.rest, cx);
-            accepted.fetch_add((waiting - self.rest.len()) as u64, Ordering::Relaxed);
+            progress.add(waiting - self.rest.len());
             sent
         });
         sent.await.map_err(self.reason)
@@ -201,16 +202,12 @@ impl Source for FlowSource {
 }
 
 impl Sink for FlowSink {
-    async fn send_counted(
-        &mut self,
-        chunk: Bytes,
-        accepted: &AtomicU64,
-    ) -> Result<(), CloseReason> {
+    async fn send_counted(&mut self, chunk: Bytes, progress: &Progress) -> Result<(), CloseReason> {
         if !self.rest.is_empty() {
-            self.flush(accepted).await?;
+            self.flush(progress).await?;
         }
         self.rest = chunk;
-        self.flush(accepted).await
+        self.flush(progress).await
     }
 
     async fn finish(&mut self) -> Result<(), CloseReason> {

@@ -4,7 +4,6 @@ use std::future::poll_fn;
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -14,6 +13,7 @@ use tokio::time::{sleep, timeout};
 use tokio_util::io::poll_read_buf;
 
 use super::allowance::{Allowance, Held};
+use super::progress::Progress;
 use super::{CloseReason, Sink, Source};
 
 /// Smallest read size, in bytes, for a connection that moves little.
@@ -127,8 +127,12 @@ pub struct WriteSink<W> {
     allowance: Option<Arc<Allowance>>,
     /// Charge for `rest`.
     held: Option<Held>,
+    unacknowledged: Option<Unacknowledged<W>>,
     lost: CloseReason,
 }
+
+/// Function that returns the number of written bytes that the peer has not acknowledged, or `None` if the number is unknown.
+pub type Unacknowledged<W> = fn(&W) -> Option<u32>;
 
 impl<W> WriteSink<W> {
     /// Creates a sink for `writer`. A write error ends the connection with `lost`.
@@ -138,8 +142,16 @@ impl<W> WriteSink<W> {
             rest: Bytes::new(),
             allowance: None,
             held: None,
+            unacknowledged: None,
             lost,
         }
+    }
+
+    /// Lets the sink report the progress of a peer that reads from the buffer of its socket.
+    #[must_use]
+    pub fn measured(mut self, unacknowledged: Unacknowledged<W>) -> Self {
+        self.unacknowledged = Some(unacknowledged);
+        self
     }
 
     /// Charges unwritten bytes to `allowance`.
@@ -156,34 +168,51 @@ impl<W> WriteSink<W> {
 }
 
 impl<W: AsyncWrite + Unpin> WriteSink<W> {
-    async fn write_rest(&mut self, accepted: &AtomicU64) -> io::Result<()> {
+    async fn write_rest(&mut self, progress: &Progress) -> io::Result<()> {
         while !self.rest.is_empty() {
-            match self.writer.write(&self.rest).await? {
+            let written = poll_fn(|cx| {
+                let written = Pin::new(&mut self.writer).poll_write(cx, &self.rest);
+                self.look(written.is_pending(), progress);
+                written
+            });
+            match written.await? {
                 0 => return Err(io::ErrorKind::WriteZero.into()),
                 written => {
                     self.rest.advance(written);
-                    accepted.fetch_add(written as u64, Ordering::Relaxed);
+                    progress.add(written);
                 }
             }
         }
         drop(self.held.take());
-        self.writer.flush().await
+        // A TLS stream has a buffer of its own: the write above may end at once, and the flush wait for the peer.
+        let flushed = poll_fn(|cx| {
+            let flushed = Pin::new(&mut self.writer).poll_flush(cx);
+            self.look(flushed.is_pending(), progress);
+            flushed
+        });
+        flushed.await
+    }
+
+    /// Reports how far the peer of a full socket has read, if somebody waits for its progress.
+    fn look(&self, is_full: bool, progress: &Progress) {
+        if let Some(unacknowledged) = self.unacknowledged
+            && is_full
+            && progress.is_watched()
+        {
+            progress.set_unacknowledged(unacknowledged(&self.writer).unwrap_or_default());
+        }
     }
 }
 
 impl<W: AsyncWrite + Unpin + Send> Sink for WriteSink<W> {
     /// Cancel safe: the next send starts with the unwritten bytes of a dropped send, so the stream has no
     /// gap. An empty chunk writes only those bytes.
-    async fn send_counted(
-        &mut self,
-        chunk: Bytes,
-        accepted: &AtomicU64,
-    ) -> Result<(), CloseReason> {
+    async fn send_counted(&mut self, chunk: Bytes, progress: &Progress) -> Result<(), CloseReason> {
         let lost = self.lost;
-        self.write_rest(accepted).await.map_err(|_| lost)?;
+        self.write_rest(progress).await.map_err(|_| lost)?;
         self.held = self.allowance.as_ref().map(|all| all.hold(chunk.len()));
         self.rest = chunk;
-        self.write_rest(accepted).await.map_err(|_| lost)
+        self.write_rest(progress).await.map_err(|_| lost)
     }
 
     async fn finish(&mut self) -> Result<(), CloseReason> {

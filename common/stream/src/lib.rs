@@ -10,17 +10,20 @@ mod delegate;
 pub mod first_byte_gate;
 pub mod head;
 pub mod io;
+pub mod progress;
 pub mod pump;
 pub mod suspicion;
 
 use std::fmt;
-use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use bytes::Bytes;
 
+use self::progress::Progress;
+
 /// Longest wait for a side that accepts nothing of its remaining bytes after the other side has closed. A
-/// slow side that still accepts bytes may continue, so that no byte sent before a close is lost.
+/// slow side that still accepts bytes, or reads bytes from the buffer of a socket that its sink measures
+/// ([`measured`](io::WriteSink::measured)), may continue, so that no byte sent before a close is lost.
 pub const CLOSE_STALL: Duration = Duration::from_secs(30);
 
 /// Longest wait for the far end of a shared stream to accept any packet; then the waiting senders give up the
@@ -154,15 +157,15 @@ pub trait Source: Send {
 pub trait Sink: Send {
     /// Sends one chunk, once there is room.
     fn send(&mut self, chunk: Bytes) -> impl Future<Output = Result<(), CloseReason>> + Send {
-        async { self.send_counted(chunk, &AtomicU64::new(0)).await }
+        async { self.send_counted(chunk, &Progress::default()).await }
     }
 
-    /// Sends one chunk like [`send`](Self::send). Adds accepted bytes to `accepted` at once, so that the caller can tell
+    /// Sends one chunk like [`send`](Self::send). Adds accepted bytes to `progress` at once, so that the caller can tell
     /// a slow side from a side that accepts nothing.
     fn send_counted(
         &mut self,
         chunk: Bytes,
-        accepted: &AtomicU64,
+        progress: &Progress,
     ) -> impl Future<Output = Result<(), CloseReason>> + Send;
 
     /// Ends this direction. An adapter that cannot express a half close ends the connection instead and

@@ -1,15 +1,14 @@
 //! The pump: one task that moves bytes between the two sides of one connection.
 
-use std::future::pending;
 use std::pin::pin;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
 use metrics::Counter;
 use tokio::sync::Notify;
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout};
 
+use super::progress::Progress;
 use super::{CLOSE_STALL, CloseReason, Sink, Source};
 
 /// Byte counter of a direction, for the log line of the connection and for the program.
@@ -72,20 +71,8 @@ where
 #[derive(Default)]
 struct Direction {
     done: Notify,
-    /// Bytes that the sink has accepted.
-    accepted: AtomicU64,
-}
-
-/// Returns once `counter` has not changed for at least `bound`. The check runs once per `bound`, so the
-/// function returns at most twice `bound` after the last change.
-pub async fn idle(counter: &AtomicU64, bound: Duration) {
-    loop {
-        let before = counter.load(Ordering::Relaxed);
-        sleep(bound).await;
-        if counter.load(Ordering::Relaxed) == before {
-            return;
-        }
-    }
+    /// Progress of the sink.
+    progress: Progress,
 }
 
 /// Moves bytes one way. The futures of a send and of the end are boxed: an idle connection waits for its source, and
@@ -104,7 +91,7 @@ fn one_way(
     async move {
         while let Some(chunk) = source.recv().await? {
             let bytes = chunk.len() as u64;
-            match Box::pin(send(source, sink, chunk, &own.accepted)).await {
+            match Box::pin(send(source, sink, chunk, &own.progress)).await {
                 Sent::Taken => {}
                 Sent::Failed(reason) => {
                     // Bytes in the opposite direction are still useful: an endpoint may answer and close before
@@ -112,9 +99,10 @@ fn one_way(
                     Box::pin(async {
                         tokio::select! {
                             () = other.done.notified() => {}
-                            () = idle(&other.accepted, CLOSE_STALL) => {}
-                            // Bytes that nobody takes from the source would count for no limit.
-                            () = async { source.fill().await; pending::<()>().await } => {}
+                            () = other.progress.stalled(CLOSE_STALL) => {}
+                            // Bytes that nobody takes from the source would count for no limit. Once the source was
+                            // aborted, its peer takes no bytes of the opposite direction either.
+                            () = async { source.fill().await; sleep(CLOSE_STALL).await } => {}
                         }
                     })
                     .await;
@@ -138,7 +126,9 @@ async fn finish(
     [own, other]: [&Direction; 2],
     half_open: Duration,
 ) -> Result<(), CloseReason> {
-    sink.finish().await?;
+    // The alert that ends a TLS stream needs room in the socket.
+    let ended = timeout(half_open, sink.finish()).await;
+    ended.unwrap_or(Err(CloseReason::HalfOpenIdle))?;
     own.done.notify_one();
     tokio::select! {
         // In this order, because a peer closes the connection as soon as both directions have ended, and the
@@ -146,7 +136,7 @@ async fn finish(
         biased;
         () = other.done.notified() => Ok(()),
         reason = source.aborted() => Err(reason),
-        () = idle(&other.accepted, half_open) => Err(CloseReason::HalfOpenIdle),
+        () = other.progress.stalled(half_open) => Err(CloseReason::HalfOpenIdle),
     }
 }
 
@@ -159,22 +149,22 @@ enum Sent {
     GivenUp,
 }
 
-/// Sends one chunk while the source keeps buffering. Once the source was aborted, gives up a sink that accepts no byte
-/// for [`CLOSE_STALL`]: otherwise the waiting bytes would stay as long as the sink.
+/// Sends one chunk while the source keeps buffering. Once the source was aborted, gives up a sink that makes no
+/// progress for [`CLOSE_STALL`]: otherwise the waiting bytes would stay as long as the sink.
 async fn send(
     source: &mut impl Source,
     sink: &mut impl Sink,
     chunk: Bytes,
-    accepted: &AtomicU64,
+    progress: &Progress,
 ) -> Sent {
-    let mut sent = pin!(sink.send_counted(chunk, accepted));
+    let mut sent = pin!(sink.send_counted(chunk, progress));
     let sent = tokio::select! {
         biased;
         sent = &mut sent => sent,
         () = source.fill() => tokio::select! {
             biased;
             sent = sent => sent,
-            () = idle(accepted, CLOSE_STALL) => return Sent::GivenUp,
+            () = progress.stalled(CLOSE_STALL) => return Sent::GivenUp,
         },
     };
     match sent {
@@ -187,9 +177,14 @@ async fn send(
 mod tests {
     #![allow(clippy::unwrap_used)]
 
+    use std::io;
+    use std::pin::Pin;
+    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::task::{Context, Poll};
+
     use bytes::Bytes;
     use tokio::io::{
-        AsyncReadExt, AsyncWriteExt, DuplexStream, ReadHalf, WriteHalf, duplex, split,
+        AsyncReadExt, AsyncWrite, AsyncWriteExt, DuplexStream, ReadHalf, WriteHalf, duplex, split,
     };
 
     use super::super::HALF_OPEN_IDLE;
@@ -371,6 +366,77 @@ mod tests {
         };
         let (reason, received) = tokio::join!(run, read_slowly(&mut endpoint));
         assert_eq!((reason, received), (CloseReason::ClientClosed, 1000));
+    }
+
+    /// Writer into a full socket. Each look at the unacknowledged bytes finds `read` bytes less.
+    struct Full {
+        unacknowledged: AtomicU32,
+        read: u32,
+        /// True for a writer with a buffer of its own, such as a TLS stream.
+        is_buffered: bool,
+    }
+
+    impl Full {
+        fn poll(&self) -> Poll<()> {
+            match self.unacknowledged.load(Ordering::Relaxed) {
+                0 => Poll::Ready(()),
+                _ => Poll::Pending,
+            }
+        }
+    }
+
+    impl AsyncWrite for Full {
+        fn poll_write(
+            self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+            bytes: &[u8],
+        ) -> Poll<io::Result<usize>> {
+            match self.is_buffered {
+                true => Poll::Ready(Ok(bytes.len())),
+                false => self.poll().map(|()| Ok(bytes.len())),
+            }
+        }
+
+        fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            match self.is_buffered {
+                true => self.poll().map(Ok),
+                false => Poll::Ready(Ok(())),
+            }
+        }
+
+        fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Poll::Ready(Ok(()))
+        }
+    }
+
+    /// Pumps the last chunk of a client that has closed into a full socket. Returns the reason and the time until then.
+    async fn upload_to(read: u32, is_buffered: bool) -> (CloseReason, Duration) {
+        let started = Instant::now();
+        let mut cs = Aborted(Some(Bytes::from_static(b"upload")));
+        let (_client, near) = duplex(64);
+        let (_, mut ck) = halves(near, CloseReason::ClientLost);
+        let (_endpoint, far) = duplex(64);
+        let (mut es, _) = halves(far, CloseReason::EndpointLost);
+        let full = Full {
+            unacknowledged: AtomicU32::new(10),
+            read,
+            is_buffered,
+        };
+        let look = |full: &Full| Some(full.unacknowledged.fetch_sub(full.read, Ordering::Relaxed));
+        let mut ek = WriteSink::new(full, CloseReason::EndpointLost).measured(look);
+        let reason = between((&mut cs, &mut ck), (&mut es, &mut ek)).await;
+        (reason, started.elapsed())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn endpoint_that_reads_from_a_full_socket_is_slow_and_not_stalled() {
+        for is_buffered in [false, true] {
+            let (reason, time) = upload_to(1, is_buffered).await;
+            assert_eq!(reason, CloseReason::ClientClosed, "{is_buffered}");
+            assert!(time > CLOSE_STALL * 5, "{time:?}");
+            let reads_nothing = upload_to(0, is_buffered).await;
+            assert_eq!(reads_nothing, (CloseReason::Stalled, CLOSE_STALL));
+        }
     }
 
     #[tokio::test(start_paused = true)]

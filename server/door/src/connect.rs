@@ -459,7 +459,9 @@ impl ConnectListener {
             let both = Socket::new(stream, false);
             let uploads = socket.map(|_| unread.clone());
             let mut source = ReadSource::new(both.clone(), Bytes::new(), lost).within(Some(unread));
-            let mut sink = WriteSink::new(both, lost).within(uploads);
+            let mut sink = WriteSink::new(both, lost)
+                .within(uploads)
+                .measured(Socket::unacknowledged);
             let endpoint = (&mut source, &mut sink);
             let limits = &self.front.limits;
             // Half-closed connections have the same idle limit as open connections, enforced by `watch` below.

@@ -16,9 +16,10 @@ use std::time::Duration;
 
 use culvert_host::net::congestion::disable_bbr_on_loopback;
 use culvert_host::net::long_path::is_long;
+use culvert_host::net::options::unacknowledged;
 use culvert_host::net::silence::is_over;
 use culvert_host::net::socket::{ResetOnDrop, read_once};
-use culvert_stream::pump::idle;
+use culvert_stream::progress::idle;
 use culvert_stream::{CLOSE_STALL, CloseReason};
 use futures_util::FutureExt as _;
 use rustix::net::{RecvFlags, recv};
@@ -234,10 +235,14 @@ impl Direction<'_> {
                 Err(Broken::From) => return Err(from_lost),
                 Err(Broken::To) => {
                     // The other direction may still deliver its bytes: wait until it ends or stalls.
+                    let delivered = || {
+                        let moved = other.moved.load(Ordering::Relaxed);
+                        moved.wrapping_sub(unacknowledged(other.to).unwrap_or_default().into())
+                    };
                     Box::pin(async {
                         tokio::select! {
                             () = other.done.notified() => {}
-                            () = idle(&other.moved, CLOSE_STALL) => {}
+                            () = idle(delivered, CLOSE_STALL) => {}
                         }
                     })
                     .await;

@@ -1,12 +1,11 @@
 //! An open connection to an endpoint, independent of the transport.
 
-use std::sync::atomic::AtomicU64;
-
 use bytes::Bytes;
 use culvert_native::halves::{NativeSink, NativeSource};
 use culvert_native::quic::halves::{QuicSink, QuicSource};
 use culvert_native::quic::streams::StreamCut;
 use culvert_openvpn_io::stream::FlowSource;
+use culvert_stream::progress::Progress;
 use culvert_stream::{CloseReason, Sink, Source};
 use tokio_util::task::TaskTracker;
 
@@ -256,12 +255,8 @@ impl Source for FromEndpoint {
 }
 
 impl Sink for ToEndpoint {
-    async fn send_counted(
-        &mut self,
-        chunk: Bytes,
-        accepted: &AtomicU64,
-    ) -> Result<(), CloseReason> {
-        with_half!(self, sink => sink.send_counted(chunk, accepted).await)
+    async fn send_counted(&mut self, chunk: Bytes, progress: &Progress) -> Result<(), CloseReason> {
+        with_half!(self, sink => sink.send_counted(chunk, progress).await)
     }
 
     async fn finish(&mut self) -> Result<(), CloseReason> {

@@ -1,11 +1,11 @@
 //! The halves of a dialed flow, which ends in this process.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 
 use bytes::Bytes;
 use culvert_openvpn::flows::Closed;
 use culvert_openvpn_io::stream::{Broken, FlowSink, FlowSource, Stream};
+use culvert_stream::progress::Progress;
 use culvert_stream::{CloseReason, Sink};
 
 use super::dial::next_serial;
@@ -67,12 +67,8 @@ impl ToClient {
 }
 
 impl Sink for ToClient {
-    async fn send_counted(
-        &mut self,
-        chunk: Bytes,
-        accepted: &AtomicU64,
-    ) -> Result<(), CloseReason> {
-        self.sink.send_counted(chunk, accepted).await
+    async fn send_counted(&mut self, chunk: Bytes, progress: &Progress) -> Result<(), CloseReason> {
+        self.sink.send_counted(chunk, progress).await
     }
 
     async fn finish(&mut self) -> Result<(), CloseReason> {

@@ -5,7 +5,6 @@ pub(crate) mod session;
 
 use std::pin::{Pin, pin};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
@@ -15,6 +14,7 @@ use culvert_konnectivity::message::{ConnectId, MAX_DATA_BYTES, Message};
 use culvert_konnectivity::metrics::Segment;
 use culvert_konnectivity::queue;
 use culvert_stream::first_byte_gate::FirstByteGate;
+use culvert_stream::progress::Progress;
 use culvert_stream::{CloseReason, Dial, Sink, Source};
 use futures_util::Stream;
 use tokio::time::Instant;
@@ -267,19 +267,19 @@ impl Sink for ClientSink {
     async fn send_counted(
         &mut self,
         mut chunk: Bytes,
-        accepted: &AtomicU64,
+        progress: &Progress,
     ) -> Result<(), CloseReason> {
         self.first_byte_gate.wait().await;
         let started = Instant::now();
         while !chunk.is_empty() {
             let bytes = chunk.split_to(chunk.len().min(MAX_DATA_BYTES));
-            let count = bytes.len() as u64;
+            let count = bytes.len();
             let connection = self.connection;
             let message = Message::Data { connection, bytes };
             let weight = message.weight();
             let sent = self.replies.send(Ok(message), weight).await;
             sent.map_err(|_| CloseReason::ClientLost)?;
-            accepted.fetch_add(count, Ordering::Relaxed);
+            progress.add(count);
         }
         let elapsed = started.elapsed().as_secs_f64();
         self.metrics.frontend_write_duration.record(elapsed);

@@ -6,7 +6,6 @@ mod client;
 use std::io;
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
@@ -14,13 +13,14 @@ use culvert_host::net::connect::{self, MAX_HEAD_BYTES, RequestError};
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_stream::first_byte_gate::FirstByteGate;
 use culvert_stream::io::{LINGER, ReadSource, WriteSink, linger_close};
+use culvert_stream::progress::Progress;
 use culvert_stream::{CloseReason, Dial, Sink, Source};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::time::{Instant, timeout};
 use tracing::debug;
 
-use self::client::ClientRead;
 pub(crate) use self::client::halves;
+use self::client::{ClientRead, ClientWrite};
 use super::Frontend;
 use crate::backend::dial::StreamDialError;
 use crate::backend::{Connection, DialError};
@@ -43,7 +43,7 @@ pub(crate) async fn serve<R, W>(
     peer: &str,
 ) where
     R: ClientRead,
-    W: AsyncWrite + Unpin + Send,
+    W: ClientWrite,
 {
     let mut buffer = BytesMut::new();
     let head = tokio::select! {
@@ -109,7 +109,7 @@ async fn carry<R, W>(
     connection: Box<Connection>,
 ) where
     R: ClientRead,
-    W: AsyncWrite + Unpin + Send,
+    W: ClientWrite,
 {
     let first_byte_gate = FirstByteGate::default();
     let mut source = ClientSource {
@@ -117,7 +117,7 @@ async fn carry<R, W>(
         first_byte_gate: first_byte_gate.clone(),
     };
     let mut sink = ClientSink {
-        inner: WriteSink::new(write, CloseReason::ClientLost),
+        inner: WriteSink::new(write, CloseReason::ClientLost).measured(W::unacknowledged),
         first_byte_gate,
         metrics: frontend.metrics.clone(),
         is_finished: false,
@@ -227,14 +227,10 @@ struct ClientSink<W> {
 }
 
 impl<W: AsyncWrite + Unpin + Send> Sink for ClientSink<W> {
-    async fn send_counted(
-        &mut self,
-        chunk: Bytes,
-        accepted: &AtomicU64,
-    ) -> Result<(), CloseReason> {
+    async fn send_counted(&mut self, chunk: Bytes, progress: &Progress) -> Result<(), CloseReason> {
         self.first_byte_gate.wait().await;
         let started = Instant::now();
-        self.inner.send_counted(chunk, accepted).await?;
+        self.inner.send_counted(chunk, progress).await?;
         let elapsed = started.elapsed().as_secs_f64();
         self.metrics.frontend_write_duration.record(elapsed);
         Ok(())

@@ -62,6 +62,22 @@ fn first_of_tcp_info(socket: &impl AsFd, bytes: usize) -> io::Result<libc::tcp_i
     }
 }
 
+/// Returns how many written bytes the peer of a TCP or Unix socket has not acknowledged (`SIOCOUTQ`, tcp(7), unix(7)). For a
+/// Unix socket, the number includes the kernel's overhead. `None` if the system call fails.
+pub fn unacknowledged(socket: &impl AsFd) -> Option<u32> {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: the descriptor is borrowed and open. The kernel writes one integer at the pointer and does not keep it.
+    #[allow(unsafe_code, reason = "a system call without a safe wrapper")]
+    let result = unsafe {
+        libc::ioctl(
+            socket.as_fd().as_raw_fd(),
+            libc::TIOCOUTQ,
+            std::ptr::from_mut(&mut bytes),
+        )
+    };
+    u32::try_from(bytes).ok().filter(|_| result == 0)
+}
+
 fn set(
     socket: &impl AsFd,
     level: libc::c_int,
@@ -94,7 +110,7 @@ mod tests {
     use std::time::Duration;
 
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-    use tokio::net::{TcpListener, TcpStream, UdpSocket};
+    use tokio::net::{TcpListener, TcpStream, UdpSocket, UnixStream};
     use tokio::time::timeout;
 
     use super::*;
@@ -126,6 +142,41 @@ mod tests {
         set_receive_low_water(&here, 1000).unwrap();
         drop(there);
         assert_eq!(here.read(&mut read).await.unwrap(), 0);
+    }
+
+    #[tokio::test]
+    async fn unacknowledged_bytes_are_those_that_the_peer_has_not_read() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let mut here = TcpStream::connect(listener.local_addr().unwrap())
+            .await
+            .unwrap();
+        let (mut there, _) = listener.accept().await.unwrap();
+        assert_eq!(unacknowledged(&here), Some(0));
+        // Writes until both sockets are full.
+        let filled = async { while here.write_all(&[1; 65536]).await.is_ok() {} };
+        timeout(Duration::from_millis(200), filled)
+            .await
+            .unwrap_err();
+        let before = unacknowledged(&here).unwrap();
+        assert!(before > 0);
+        let read = async {
+            let mut piece = vec![0; 65536];
+            while unacknowledged(&here) == Some(before) {
+                assert!(there.read(&mut piece).await.unwrap() > 0);
+            }
+        };
+        timeout(Duration::from_secs(30), read).await.unwrap();
+
+        let (mut here, mut there) = UnixStream::pair().unwrap();
+        assert_eq!(unacknowledged(&here), Some(0));
+        here.write_all(&[1; 100]).await.unwrap();
+        assert!(unacknowledged(&here) >= Some(100));
+        there.read_exact(&mut [0; 100]).await.unwrap();
+        assert_eq!(unacknowledged(&here), Some(0));
+        assert_eq!(
+            unacknowledged(&std::fs::File::open("/dev/null").unwrap()),
+            None
+        );
     }
 
     #[tokio::test]

@@ -14,6 +14,7 @@ use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::TcpStream;
 
 use super::listen::reset_on_close;
+use super::options::unacknowledged;
 
 /// Resets a connection when dropped, unless [`disarmed`](Self::disarm): after an ordinary close, the peer would take the
 /// bytes so far for all bytes. The value must be dropped before the socket.
@@ -60,6 +61,13 @@ impl<T> Socket<T> {
             is_framed,
             is_reset: Arc::default(),
         }
+    }
+}
+
+impl<T: Deref<Target = TcpStream>> Socket<T> {
+    /// Returns how many written bytes the peer has not acknowledged, see [`unacknowledged`].
+    pub fn unacknowledged(&self) -> Option<u32> {
+        unacknowledged(&*self.socket)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Tests with both ends of one HTTP/2 connection in memory, and with failures between the ends.
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
+use culvert_stream::progress::Progress;
 use culvert_stream::pump::{Meter, pump};
 use culvert_stream::{CLOSE_STALL, HALF_OPEN_IDLE};
 use http::{Request, Response};
@@ -718,7 +719,7 @@ async fn connection_ends_once_no_undecided_request_can_be_decided() {
 struct Stuck;
 
 impl Sink for Stuck {
-    async fn send_counted(&mut self, _: Bytes, _: &AtomicU64) -> Result<(), CloseReason> {
+    async fn send_counted(&mut self, _: Bytes, _: &Progress) -> Result<(), CloseReason> {
         std::future::pending().await
     }
 

@@ -9,11 +9,11 @@ use std::future::{pending, poll_fn};
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::{BufMut as _, Bytes, BytesMut};
 use culvert_stream::head::HeadError;
+use culvert_stream::progress::Progress;
 use culvert_stream::{CloseReason, Sink, Source};
 use quinn::{ReadError, RecvStream, SendStream, StoppedError, VarInt, WriteError};
 use tokio::time::{Instant, sleep, timeout};
@@ -303,7 +303,7 @@ impl QuicSink {
 
     /// Writes the head at the start of the stream.
     pub(crate) async fn head(&mut self, head: Bytes) -> Result<(), CloseReason> {
-        self.write(head, &AtomicU64::new(0)).await.map(drop)
+        self.write(head, &Progress::default()).await.map(drop)
     }
 
     /// Resolves once the peer has stopped the stream, or the link has ended.
@@ -359,7 +359,7 @@ impl QuicSink {
     }
 
     /// Writes all bytes, and returns their number.
-    async fn write(&mut self, mut chunk: Bytes, accepted: &AtomicU64) -> Result<u64, CloseReason> {
+    async fn write(&mut self, mut chunk: Bytes, progress: &Progress) -> Result<u64, CloseReason> {
         let stream = self.stream.as_mut().ok_or(self.lost)?;
         let total = chunk.len() as u64;
         while !chunk.is_empty() {
@@ -368,25 +368,21 @@ impl QuicSink {
                 WriteError::Stopped(code) => reason_of(code, self.lost),
                 _ => self.lost,
             })?;
-            accepted.fetch_add(written.bytes as u64, Ordering::Relaxed);
+            progress.add(written.bytes);
         }
         Ok(total)
     }
 }
 
 impl Sink for QuicSink {
-    async fn send_counted(
-        &mut self,
-        chunk: Bytes,
-        accepted: &AtomicU64,
-    ) -> Result<(), CloseReason> {
+    async fn send_counted(&mut self, chunk: Bytes, progress: &Progress) -> Result<(), CloseReason> {
         if let (Some(priority), Some(stream)) = (self.pace.next(chunk.len()), &self.stream) {
             // Fails only for a stream that has ended.
             let _ = stream.set_priority(priority);
         }
         // A dropped send has written an unknown part of the chunk, but the caller ends the connection then, and the
         // bytes before the chunk are complete.
-        self.written += self.write(chunk, accepted).await?;
+        self.written += self.write(chunk, progress).await?;
         Ok(())
     }
 

@@ -3,7 +3,7 @@
 //! agent.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -12,6 +12,7 @@ use culvert_konnectivity::inbox::{Receiver, Sender, Watch, inbox};
 use culvert_konnectivity::message::{AGENT_DATA_BYTES, ConnectId, DialId, Message};
 use culvert_konnectivity::queue::SendWithinError;
 use culvert_konnectivity::small_traffic::TrafficMeter;
+use culvert_stream::progress::Progress;
 use culvert_stream::{CLOSE_STALL, CloseReason, PEER_STALL, Sink, Source};
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
@@ -39,10 +40,11 @@ pub(super) enum Incoming {
     Closed(CloseReason),
 }
 
-/// Ends a connection whose client accepts no bytes, or accepts bytes too slowly.
+/// Ends a connection whose client accepts bytes too slowly, or whose agent does not answer a close. The pump ends a
+/// connection whose client accepts no bytes after a close.
 #[derive(Clone)]
 pub struct Cut {
-    /// Fires when the endpoint or the agent is gone. The client may still receive the queued bytes.
+    /// Fires when the endpoint or the agent is gone, or the client has ended. The client may still receive the queued bytes.
     closing: CancellationToken,
     /// True if the client has ended, and the agent was asked to close the connection.
     client_ended: Arc<AtomicBool>,
@@ -53,17 +55,19 @@ pub struct Cut {
 impl Cut {
     /// Resolves when the connection must end.
     pub async fn due(&self) -> CloseReason {
-        let closed = async {
+        let unanswered = async {
             self.closing.cancelled().await;
-            self.watch.stalled(CLOSE_STALL).await;
+            loop {
+                self.watch.stalled(CLOSE_STALL).await;
+                if self.client_ended.load(Ordering::Relaxed) && self.watch.is_empty() {
+                    return;
+                }
+            }
         };
         tokio::select! {
             reason = self.watch.overdue(self.stall) => reason,
-            () = closed => match self.client_ended.load(Ordering::Relaxed) && self.watch.is_empty() {
-                // The client waits for nothing. The agent does not answer.
-                true => CloseReason::ClientClosed,
-                false => CloseReason::Stalled,
-            },
+            // The client waits for nothing. The agent does not answer.
+            () = unanswered => CloseReason::ClientClosed,
         }
     }
 }
@@ -71,6 +75,8 @@ impl Cut {
 /// Source of the endpoint's bytes.
 pub struct FromAgent {
     incoming: Receiver<Incoming>,
+    /// Fires when the endpoint or the agent is gone, or the client has ended.
+    closing: CancellationToken,
 }
 
 /// Sink for bytes to the endpoint.
@@ -108,19 +114,20 @@ impl Slot {
     ) -> (Arc<Self>, oneshot::Receiver<Outcome>, FromAgent) {
         let (outcome_tx, outcome) = oneshot::channel();
         let (incoming_tx, incoming) = inbox(limits.connection_bytes, &limits.excess, held);
+        let closing = CancellationToken::new();
         let slot = Self {
             outcome: Mutex::new(Some(outcome_tx)),
             incoming: incoming_tx,
             traffic: TrafficMeter::default(),
             half_closed: AtomicBool::new(false),
             cut: Cut {
-                closing: CancellationToken::new(),
+                closing: closing.clone(),
                 client_ended: Arc::default(),
                 watch: incoming.watch(),
                 stall: limits.stall,
             },
         };
-        (Arc::new(slot), outcome, FromAgent { incoming })
+        (Arc::new(slot), outcome, FromAgent { incoming, closing })
     }
 
     /// Completes the dial.
@@ -246,6 +253,10 @@ impl Source for FromAgent {
             }
         }
     }
+
+    async fn fill(&mut self) {
+        self.closing.cancelled().await;
+    }
 }
 
 // === impl ToAgent ===
@@ -294,11 +305,11 @@ impl Sink for ToAgent {
     async fn send_counted(
         &mut self,
         mut chunk: Bytes,
-        accepted: &AtomicU64,
+        progress: &Progress,
     ) -> Result<(), CloseReason> {
         while !chunk.is_empty() {
             let bytes = chunk.split_to(chunk.len().min(AGENT_DATA_BYTES));
-            let count = bytes.len() as u64;
+            let count = bytes.len();
             let message = Message::Data {
                 connection: self.guard.connection,
                 bytes,
@@ -317,7 +328,7 @@ impl Sink for ToAgent {
                     }
                 })?;
             }
-            accepted.fetch_add(count, Ordering::Relaxed);
+            progress.add(count);
         }
         Ok(())
     }

@@ -10,7 +10,7 @@ use culvert_stream::connection::run_connection;
 use culvert_stream::io::{ReadSource, WriteSink};
 use culvert_stream::{CLOSE_STALL, HALF_OPEN_IDLE, Sink, Source};
 use metrics::{Counter, Gauge};
-use tokio::io::{AsyncWriteExt as _, duplex, split};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, ReadHalf, duplex, split};
 use tokio::time::timeout;
 
 use super::*;
@@ -145,11 +145,62 @@ async fn close_that_a_stuck_agent_does_not_answer_is_no_fault_of_the_client() {
 
 #[tokio::test(start_paused = true)]
 async fn client_that_ends_and_reads_nothing_is_stalled() {
+    let started = Instant::now();
+    let (reason, received) = download_to(|_| async { 0 }).await;
+    assert_eq!((reason, received), (CloseReason::Stalled, 0));
+    assert_eq!(started.elapsed(), CLOSE_STALL);
+}
+
+#[tokio::test(start_paused = true)]
+async fn client_that_ends_and_reads_slowly_gets_all_bytes() {
+    let started = Instant::now();
+    let slowly = |mut client: ReadHalf<DuplexStream>| async move {
+        let (mut all, mut piece) = (0, [0; 4096]);
+        loop {
+            tokio::time::sleep(CLOSE_STALL - Duration::from_secs(1)).await;
+            match client.read(&mut piece).await.unwrap() {
+                0 => return all,
+                count => all += count,
+            }
+        }
+    };
+    let (reason, received) = download_to(slowly).await;
+    let wanted = (CloseReason::EndpointClosed, 2 * CHUNK.len());
+    assert_eq!((reason, received), wanted);
+    assert!(started.elapsed() > CLOSE_STALL * 10);
+}
+
+/// Sends two chunks and the close of the endpoint to a client that has ended and reads with `read`.
+async fn download_to<R: Future<Output = usize>>(
+    read: impl FnOnce(ReadHalf<DuplexStream>) -> R,
+) -> (CloseReason, usize) {
     let mut agent = Agent::connected();
-    let (_source, mut sink) = agent.open(1).await;
-    agent.stream.on_message(data(1)).await;
-    sink.finish().await.unwrap();
-    assert_eq!(sink.cut().due().await, CloseReason::Stalled);
+    let (mut source, mut sink) = agent.open(1).await;
+    for _ in 0..2 {
+        agent.stream.on_message(data(1)).await;
+    }
+    let closed = Message::CloseResponse {
+        connection: ConnectId(1),
+        error: String::new(),
+    };
+    agent.stream.on_message(closed).await;
+    let (client, near) = duplex(4096);
+    let (client_read, mut client_write) = split(client);
+    client_write.shutdown().await.unwrap();
+    let run = async {
+        let (read, write) = split(near);
+        let mut client_source = ReadSource::new(read, Bytes::new(), CloseReason::ClientLost);
+        let mut client_sink = WriteSink::new(write, CloseReason::ClientLost);
+        let cut = sink.cut();
+        let (client, endpoint) = (
+            (&mut client_source, &mut client_sink),
+            (&mut source, &mut sink),
+        );
+        let bytes = [Counter::noop(), Counter::noop()];
+        run_connection(client, endpoint, bytes, HALF_OPEN_IDLE, pin!(cut.due())).await
+    };
+    let (ended, received) = tokio::join!(run, read(client_read));
+    (ended.reason, received)
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,13 +1,14 @@
 //! The halves of a connection on a stream of a native agent, with their counters. The stream belongs to HTTP/2 or QUIC.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 use bytes::Bytes;
 use culvert_konnectivity::message::PacketType;
 use culvert_konnectivity::metrics::Segment;
 use culvert_native::quic::halves::QuicSource;
 use culvert_native::quic::streams::StreamCut;
+use culvert_stream::progress::Progress;
 use culvert_stream::{CloseReason, Sink, Source};
 
 use super::{NativeAgent, RENEW_AFTER};
@@ -107,13 +108,9 @@ impl<K> ToAgent<K> {
 }
 
 impl<K: Sink> Sink for ToAgent<K> {
-    async fn send_counted(
-        &mut self,
-        chunk: Bytes,
-        accepted: &AtomicU64,
-    ) -> Result<(), CloseReason> {
+    async fn send_counted(&mut self, chunk: Bytes, progress: &Progress) -> Result<(), CloseReason> {
         self.life.agent.count(Segment::ToAgent, PacketType::Data);
-        self.sink.send_counted(chunk, accepted).await
+        self.sink.send_counted(chunk, progress).await
     }
 
     async fn finish(&mut self) -> Result<(), CloseReason> {

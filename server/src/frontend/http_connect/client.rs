@@ -7,11 +7,12 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use culvert_host::net::admission::Gated;
+use culvert_host::net::options::unacknowledged;
 use futures_util::FutureExt as _;
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf, Ready};
 use tokio::net::TcpStream;
-use tokio::net::unix::OwnedReadHalf;
+use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::time::sleep;
 use tokio_rustls::server::TlsStream;
 
@@ -44,6 +45,12 @@ pub(crate) struct TlsWrite(Stream);
 pub(crate) fn halves(stream: TlsStream<Gated<TcpStream>>) -> (TlsRead, TlsWrite) {
     let stream = Arc::new(Mutex::new(stream));
     (TlsRead(stream.clone()), TlsWrite(stream))
+}
+
+/// The writing half of a client's connection.
+pub(crate) trait ClientWrite: AsyncWrite + Unpin + Send {
+    /// Returns how many bytes in the socket the client has not acknowledged, see [`unacknowledged`].
+    fn unacknowledged(&self) -> Option<u32>;
 }
 
 impl ClientRead for OwnedReadHalf {
@@ -89,6 +96,18 @@ impl AsyncRead for TlsRead {
         target: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         Pin::new(&mut *self.0.lock()).poll_read(cx, target)
+    }
+}
+
+impl ClientWrite for OwnedWriteHalf {
+    fn unacknowledged(&self) -> Option<u32> {
+        unacknowledged(self.as_ref())
+    }
+}
+
+impl ClientWrite for TlsWrite {
+    fn unacknowledged(&self) -> Option<u32> {
+        unacknowledged(self.0.lock().get_ref().0.get_ref())
     }
 }
 
