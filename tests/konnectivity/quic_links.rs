@@ -313,6 +313,17 @@ async fn wait_for_links(topology: &Topology, count: f64) {
     .await;
 }
 
+/// Waits until the first server lists as many QUIC links without a TCP connection: they are its only draining peers.
+async fn wait_for_retired_links(topology: &Topology, count: f64) {
+    eventually(&format!("{count} links without TCP"), LIMIT, async || {
+        let metrics = topology.server_metrics(0).await;
+        let labels = [("tunnel", "konnectivity"), ("health", "draining")];
+        let peers = value(&metrics, "culvert_tunnel_peers", &labels);
+        (peers == count).then_some(()).ok_or(peers)
+    })
+    .await;
+}
+
 #[test]
 fn reset_tcp_connections_cut_no_stream_over_quic() {
     alone(async || {
@@ -336,6 +347,7 @@ fn reset_tcp_connections_cut_no_stream_over_quic() {
             wait_for_probe(&topology, "connected", connected).await;
             // The first link has lost its TCP connection, and lives as long as its streams.
             wait_for_links(&topology, 2.0).await;
+            wait_for_retired_links(&topology, 1.0).await;
             wait_for_quic(&topology, &services).await;
         }
         let gap = load.finish().await;
@@ -348,6 +360,7 @@ fn reset_tcp_connections_cut_no_stream_over_quic() {
             assert_eq!(closed(&metrics), 0.0, "{}", metrics.text());
         }
         wait_for_links(&topology, 1.0).await;
+        wait_for_retired_links(&topology, 0.0).await;
     });
 }
 

@@ -1,13 +1,15 @@
 //! The registry of agents: chooses an agent connection for each dial.
 //!
 //! The registry has an entry for each live agent connection, owned by a [`Registration`]. Dropping the
-//! registration removes the entry. An agent id may have several agent connections at the same time.
+//! registration removes the entry. An agent id may have several agent connections at the same time. For the status output,
+//! the registry also lists the QUIC links whose TCP connection has ended.
 //!
 //! The configured strategies are tried in order. The first strategy with an agent for the destination decides,
 //! as in upstream (`pkg/server/backend_manager.go`); another strategy would lead into another network.
 
 mod group;
 mod places;
+mod retired_links;
 mod seats;
 
 use std::collections::{BTreeMap, HashMap};
@@ -26,6 +28,7 @@ use self::places::Places;
 pub(crate) use self::places::{
     CONNECTION_BYTES, MAX_IDENTITY_CONNECTIONS, MAX_POD_CONNECTIONS, NoPlace, Place,
 };
+use self::retired_links::RetiredLink;
 use self::seats::Seats;
 use super::AgentConnection;
 use super::load::{ClientSeat, Load, LoadGuard};
@@ -40,6 +43,8 @@ pub(crate) struct Registry {
     agents: Mutex<Agents>,
     /// While holding this lock, take no other lock.
     places: Mutex<Places>,
+    /// QUIC links whose TCP connection has ended. While holding this lock, take no other lock.
+    retired_links: Mutex<Vec<Arc<RetiredLink>>>,
     metrics: Arc<ServerMetrics>,
 }
 
@@ -131,6 +136,7 @@ impl Registry {
             limits,
             agents: Mutex::default(),
             places: Mutex::default(),
+            retired_links: Mutex::default(),
             metrics,
         })
     }
@@ -174,10 +180,13 @@ impl Registry {
         healths.max().unwrap_or(Health::Absent)
     }
 
-    /// Returns the agent connections for the status output.
+    /// Returns the agent connections for the status output, then the QUIC links whose TCP connection has ended.
     pub(crate) fn peers(&self) -> Vec<Peer> {
         let entries = self.entries();
-        entries.iter().map(|entry| entry.agent.peer()).collect()
+        let retired = self.retired_links.lock().clone();
+        let agents = entries.iter().map(|entry| entry.agent.peer());
+        let links = retired.iter().map(|retired| retired.peer());
+        agents.chain(links).collect()
     }
 
     /// Returns all agent connections. Every dial takes the lock, so work on each of them happens without it.

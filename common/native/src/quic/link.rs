@@ -1,5 +1,6 @@
 //! One QUIC connection between a server and an agent: dials, words, and the watch over its health.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -100,6 +101,11 @@ impl Link {
     /// Sends a word to the peer.
     pub fn send(&self, word: Word) {
         self.streams.send(word);
+    }
+
+    /// Returns the current address of the peer.
+    pub fn remote_address(&self) -> SocketAddr {
+        self.connection.remote_address()
     }
 
     /// Returns the current properties of the path.

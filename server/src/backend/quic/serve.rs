@@ -217,6 +217,7 @@ impl Agents {
         };
         let retired = async {
             second.retired.cancelled().await;
+            let _listed = self.registry.retire_link(&second.owner.agent_id, &link);
             while link.open() > 0 {
                 sleep(RETIRED_CHECK).await;
             }

@@ -14,8 +14,9 @@ use culvert_stream::{CloseReason, Sink as _, Source as _};
 use tokio::task::yield_now;
 use tokio::time::{Instant, timeout};
 
-use self::peer::Server;
+use self::peer::{Server, until};
 use self::socket::Losses;
+use crate::tunnel::{Health, Peer};
 
 const LIMIT: Duration = Duration::from_secs(30);
 
@@ -147,6 +148,34 @@ async fn agent_learns_that_packets_of_the_server_are_lost() {
         }
     };
     timeout(LIMIT, reading).await.unwrap();
+}
+
+#[tokio::test]
+async fn link_without_tcp_connection_is_a_peer_until_its_last_stream_ends() {
+    let server = Server::start();
+    let tcp = server.tcp("a").await;
+    let quic = server.quic(&tcp, "a", Preferred::Quic).await.unwrap();
+    let (dialed, _stream) = tokio::join!(server.dial(), quic.accept());
+    let connection = dialed.unwrap();
+    let peers = || server.agents.registry.peers();
+    let kinds: Vec<_> = peers().into_iter().map(|peer| peer.kind).collect();
+    assert_eq!(kinds, ["agent, native and QUIC"]);
+    tcp.task.abort();
+    let address = quic.endpoint.local_addr().unwrap();
+    let row = Peer {
+        name: "a".to_owned(),
+        kind: format!("agent, QUIC without TCP, from {address}"),
+        health: Health::Draining,
+        connections: 1,
+    };
+    until(|| peers() == [row.clone()]).await;
+    // The agent connects again, without QUIC.
+    let _tcp = server.tcp("a").await;
+    let kinds: Vec<_> = peers().into_iter().map(|peer| peer.kind).collect();
+    assert_eq!(kinds, ["agent, native", row.kind.as_str()]);
+    drop(connection);
+    until(|| peers().len() == 1).await;
+    timeout(LIMIT, quic.connection.closed()).await.unwrap();
 }
 
 #[tokio::test]

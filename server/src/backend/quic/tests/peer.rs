@@ -21,6 +21,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::WebPkiClientVerifier;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 use tokio::io::duplex;
+use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
@@ -58,6 +59,8 @@ pub(super) struct Tcp {
     pub(super) dials: Arc<AtomicUsize>,
     /// The agent stops reading and writing.
     pub(super) silence: CancellationToken,
+    /// Task with the agent's end of the connection. An abort closes the connection.
+    pub(super) task: AbortHandle,
 }
 
 /// The QUIC link of an agent.
@@ -65,7 +68,7 @@ pub(super) struct Quic {
     pub(super) connection: Connection,
     pub(super) socket: Arc<LossySocket>,
     pub(super) control: (SendStream, RecvStream),
-    _endpoint: Endpoint,
+    pub(super) endpoint: Endpoint,
 }
 
 fn identity() -> (CertificateDer<'static>, PrivateKeyDer<'static>) {
@@ -162,7 +165,7 @@ impl Server {
         let mut taker = taker.unwrap();
         let (dials, silence) = (Arc::new(AtomicUsize::new(0)), CancellationToken::new());
         let (count, silent) = (dials.clone(), silence.clone());
-        tokio::spawn(async move {
+        let task = tokio::spawn(async move {
             let mut open = Vec::new();
             loop {
                 let next = tokio::select! {
@@ -184,6 +187,7 @@ impl Server {
             session,
             dials,
             silence,
+            task: task.abort_handle(),
         }
     }
 
@@ -227,7 +231,7 @@ impl Server {
             connection,
             socket,
             control: (send, receive),
-            _endpoint: endpoint,
+            endpoint,
         })
     }
 
@@ -284,7 +288,7 @@ impl Quic {
 }
 
 /// Waits for a condition.
-async fn until(condition: impl Fn() -> bool) {
+pub(super) async fn until(condition: impl Fn() -> bool) {
     let waiting = async {
         while !condition() {
             sleep(Duration::from_millis(5)).await;
