@@ -9,6 +9,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::time::sleep;
 
 use crate::listeners::get;
+use crate::scripts;
 use crate::searching::Lone;
 use crate::support::*;
 
@@ -36,6 +37,23 @@ async fn server_exits_on_the_first_signal_and_removes_its_socket() {
             agent_shows(&topology, "open_endpoint_connections", &[], 0.0).await;
         }
     }
+}
+
+#[tokio::test]
+async fn stop_of_a_server_is_the_reason_in_the_log_for_the_end_of_each_agent() {
+    // The agent of the topology is native, and the scripted agent has a packet stream.
+    let mut topology = Topology::simple(Mode::HttpConnect, Transport::Uds).await;
+    let _agent = scripts::agent(&topology, "scripted").await;
+    topology.server(0).signal(Signal::TERM);
+    topology.server(0).wait_exit(LIMIT).await;
+    let log = topology.server(0).log();
+    let ends = log
+        .lines()
+        .filter(|line| line.contains("agent disconnected"));
+    let stops = ends
+        .clone()
+        .filter(|line| line.contains("this server is stopping"));
+    assert_eq!((ends.count(), stops.count()), (2, 2), "{log}");
 }
 
 #[tokio::test]

@@ -16,6 +16,7 @@ use culvert_native::resume::Process;
 use rustls::pki_types::CertificateDer;
 use tokio::sync::watch;
 use tokio::task::coop::consume_budget;
+use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::metadata::{MetadataMap, MetadataValue};
 use tonic::{Request, Response, Status};
@@ -116,6 +117,7 @@ impl Service for Agents {
             stream,
             registration,
             self.metrics.clone(),
+            connection.shutdown,
         );
         self.tasks.spawn(reader.instrument(span));
         Ok(response)
@@ -241,40 +243,53 @@ impl Agents {
     }
 }
 
-/// Reads an agent's packets until its stream ends.
+/// Serves an agent's stream until the stream ends. `shutdown` fires when the server stops.
 async fn read(
     mut inbound: Reader,
     stream: Arc<AgentStream>,
     registration: Registration,
     metrics: Arc<ServerMetrics>,
+    shutdown: CancellationToken,
 ) {
     let _open = GaugeGuard::new(metrics.grpc_connections.get(ServiceMethod::Connect));
-    let ended = loop {
+    let ended = read_packets(&mut inbound, &stream, &metrics, &shutdown).await;
+    drop(registration);
+    let (pending, open) = stream.counts();
+    stream.end();
+    info!(reason = ended, pending, open, "agent disconnected");
+}
+
+/// Reads an agent's packets until its stream ends. Returns the reason of the end.
+async fn read_packets(
+    inbound: &mut Reader,
+    stream: &Arc<AgentStream>,
+    metrics: &ServerMetrics,
+    shutdown: &CancellationToken,
+) -> String {
+    loop {
         let next = tokio::select! {
             // Polled first: a broken connection also retires the stream.
             biased;
             next = inbound.message() => next,
-            () = stream.retired() => break "given up".to_owned(),
+            () = stream.retired() => return "given up".to_owned(),
         };
         match next {
             Ok(Some(message)) => {
                 metrics.streams.count(Segment::FromAgent, &message);
                 stream.on_message(message).await;
             }
-            Ok(None) => break "closed by the agent".to_owned(),
+            Ok(None) => return "closed by the agent".to_owned(),
+            // `h2` reports a connection that this server closes as a broken pipe.
+            Err(_) if shutdown.is_cancelled() => return "this server is stopping".to_owned(),
             Err(status) => {
                 let streams = &metrics.streams;
                 streams.stream_error(Segment::FromAgent, status.code(), None);
-                break status.message().to_owned();
+                return status.message().to_owned();
             }
         }
         // Messages that have arrived are ready without a limit, and other agents have the same thread.
         consume_budget().await;
-    };
-    drop(registration);
-    let (pending, open) = stream.counts();
-    stream.end();
-    info!(reason = ended, pending, open, "agent disconnected");
+    }
 }
 
 impl Hello {

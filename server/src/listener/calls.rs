@@ -32,6 +32,8 @@ const CALL_CHECK: Duration = Duration::from_secs(15);
 pub(crate) struct PeerConnection {
     /// Token that closes the connection.
     pub cut: CancellationToken,
+    /// Fires when the server stops, before the server closes the connection.
+    pub shutdown: CancellationToken,
     /// Counters of the traffic from the peer.
     pub inbound: Arc<Inbound>,
     candidate: Arc<Candidate>,
@@ -87,6 +89,7 @@ impl ListenerContext {
     {
         let connection = PeerConnection {
             cut: CancellationToken::new(),
+            shutdown: self.shutdown.clone(),
             inbound: Arc::new(Inbound::new(WindowProfile::Packets)),
             candidate,
             is_reviewed: Arc::default(),

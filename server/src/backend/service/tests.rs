@@ -87,13 +87,52 @@ async fn reader_of_many_messages_lets_other_tasks_run() {
     }
 
     let messages = Reader::request(grpc::Received::new(request.into_body()));
-    let mut reading = std::pin::pin!(read(messages, stream, registration, metrics));
+    let shutdown = CancellationToken::new();
+    let reading = read(messages, stream, registration, metrics, shutdown);
+    let mut reading = std::pin::pin!(reading);
     tokio::select! {
         biased;
         () = &mut reading => panic!("all messages were read at once"),
         () = std::future::ready(()) => {}
     }
     reading.await;
+}
+
+#[tokio::test]
+async fn only_an_agent_that_is_lost_while_the_server_runs_counts_as_an_error() {
+    let agents = agents(None);
+    let hello = hello(&[("agentid", "a")]).unwrap();
+    let (limits, metrics) = (agents.limits.clone(), agents.metrics.clone());
+    let (stream, _outgoing) = AgentStream::new(hello, limits, Carrier::default(), metrics.clone());
+    for (is_stopping, reason, errors) in [
+        (true, "this server is stopping", 0),
+        (false, "broken pipe", 1),
+    ] {
+        let (near, far) = tokio::io::duplex(1 << 16);
+        let (opened, taken) = tokio::join!(
+            Opener::new(near, Arc::default(), Pings::default()),
+            Taker::new(far, Arc::default(), TakerLimits::trusting()),
+        );
+        let ((mut requests, mut opener), mut taker) = (opened.unwrap(), taken.unwrap());
+        tokio::spawn(async move { opener.run().await });
+        let (_answer, _send) = requests
+            .send_request(http::Request::new(()), false)
+            .unwrap();
+        let (request, _respond) = taker.next().await.unwrap().unwrap();
+        let mut messages = Reader::request(grpc::Received::new(request.into_body()));
+        let shutdown = CancellationToken::new();
+        if is_stopping {
+            shutdown.cancel();
+        }
+        // Closes the connection on the server's side.
+        drop(taker);
+        let ended = read_packets(&mut messages, &stream, &metrics, &shutdown).await;
+        assert!(ended.contains(reason), "{ended}");
+        let page = metrics.registry().render();
+        let lines = page.lines().filter(|line| !line.starts_with('#'));
+        let counted = lines.filter(|line| line.contains("stream_errors_total"));
+        assert_eq!(counted.count(), errors, "{page}");
+    }
 }
 
 #[tokio::test]
