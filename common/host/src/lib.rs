@@ -11,6 +11,7 @@
 //! | [`reload`] | the reload of certificates and kubeconfigs, and its metrics |
 //! | [`allocator`] | jemalloc and its settings |
 //! | [`runtime`] | start-up, signals, threads |
+//! | [`yaml`] | errors of the YAML library as operators see them |
 
 pub mod admin;
 pub mod allocator;
@@ -21,3 +22,4 @@ pub mod reload;
 pub mod runtime;
 pub mod telemetry;
 pub mod tls;
+pub mod yaml;

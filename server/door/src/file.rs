@@ -25,6 +25,7 @@ use culvert_host::file_follower::{
 use culvert_host::net::dial::split_host_port;
 use culvert_host::net::networks::Networks;
 use culvert_host::net::proxy_protocol::UnknownVersion;
+use culvert_host::yaml;
 use serde::{Deserialize, Deserializer};
 use serde_saphyr::Spanned;
 use tokio::sync::watch;
@@ -45,9 +46,6 @@ const LIMITS: Limits = Limits {
     max_bytes: 8 * 1024 * 1024,
     if_empty: "write `upstreams: []` to expose nothing",
 };
-
-/// Longest part of a line in an error, in characters.
-const MAX_SHOWN: usize = 60;
 
 /// Form of the file, for errors.
 const FORM: &str = "the file has upstreams, each with a name and with lists: endpoints, nodePorts (numbers), serverNames, authorities, allowedNetworks; and proxyProtocol (v1 or v2), quicPort (a number or same)";
@@ -259,16 +257,11 @@ pub fn parse(text: &str, origin: &str) -> Result<Routes, FileError> {
     Err(FileError(problems.collect()))
 }
 
-/// Returns the text for an error from the YAML parser: the line, the mistake with its column, the beginning
-/// of the line, and the form of the file.
+/// Returns the text for an error from the YAML parser: the line, the mistake, and the form of the file.
 fn explain(error: &serde_saphyr::Error, text: &str, origin: &str) -> String {
     let line = error.location().map_or(1, |location| location.line());
-    let why = error.without_snippet().to_string();
-    let why = why.lines().next().unwrap_or_default();
-    let at = usize::try_from(line).unwrap_or(1).saturating_sub(1);
-    let source = text.lines().nth(at).unwrap_or_default().trim();
-    let source: String = source.chars().take(MAX_SHOWN).collect();
-    format!("{origin}:{line}: {why}, in {source:?}; {FORM}")
+    let why = yaml::explain(error, text);
+    format!("{origin}:{line}: {why}; {FORM}")
 }
 
 #[derive(Default)]

@@ -1,6 +1,7 @@
 //! The mode file: contains a single word, or the value of `konnectivityEnabled`, alone or in YAML or JSON,
 //! as in a hosting platform's Cluster object.
 
+use culvert_host::yaml;
 use serde::Deserialize;
 
 use crate::tunnel::Mode;
@@ -39,10 +40,7 @@ pub fn parse(text: &str) -> Result<Mode, String> {
         _ => {}
     }
     let document: Document = serde_saphyr::from_str(text).map_err(|error| {
-        // Only the first line is kept: the further lines show an excerpt of the file.
-        let why = error.to_string();
-        let why = why.lines().next().unwrap_or_default();
-        let why = why.strip_prefix("error: ").unwrap_or(why);
+        let why = yaml::explain(&error, text);
         format!("{why}; write a mode, or konnectivityEnabled with true or false")
     })?;
     let mut modes = Vec::new();
@@ -125,6 +123,10 @@ mod tests {
             ("konnectivityEnabled:", "neither"),
             ("konnectivityEnabled: \"maybe\"", "bool"),
             ("konnectivityEnabled: [", ""),
+            (
+                "konnectivityEnabled: true\nkonnectivityEnabled: false",
+                "duplicate mapping key: konnectivityEnabled at line 2, ",
+            ),
             (
                 "tunnelMode: openvpn\nkonnectivityEnabled: true",
                 "in another",

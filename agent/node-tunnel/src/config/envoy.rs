@@ -9,6 +9,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use culvert_host::flags::{GoDuration, HostPort};
+use culvert_host::yaml;
 use culvert_native::window::Pings;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
@@ -311,7 +312,8 @@ pub(super) fn read(path: &Path) -> Result<Translated, String> {
 }
 
 fn translate(text: &str) -> Result<Translated, String> {
-    let document: Document = serde_saphyr::from_str(text).map_err(|error| explain(&error))?;
+    let document: Document =
+        serde_saphyr::from_str(text).map_err(|error| yaml::explain(&error, text))?;
     let Resources {
         listeners,
         clusters,
@@ -397,18 +399,6 @@ fn duration(text: &str) -> Result<Duration, String> {
     match parsed {
         Some(Ok(time)) if time.nanos() > 0 => Ok(time.saturating()),
         _ => Err(format!("{text:?} is not a duration such as 30s")),
-    }
-}
-
-/// Returns the mistake with its line and column.
-fn explain(error: &serde_saphyr::Error) -> String {
-    let why = error.without_snippet().to_string();
-    let why = why.lines().next().unwrap_or_default().to_owned();
-    match error.location() {
-        Some(at) if !why.contains("line") => {
-            format!("{why} at line {}, column {}", at.line(), at.column())
-        }
-        _ => why,
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use culvert_host::yaml;
 use serde::Deserialize;
 
 use super::facts::{Facts, Images, NodePorts, Seed, TUNNELING_PORT};
@@ -64,12 +65,6 @@ struct Address {
 /// API group of KKP's objects.
 const GROUP: &str = "kubermatic.k8c.io/";
 
-/// End of the library's error about a key that occurs twice. The advice is for programmers.
-const LIBRARY_ADVICE: &str = ", set DuplicateKeyPolicy in Options if acceptable";
-
-/// Longest line that an error quotes, in bytes. A longer line, such as a whole object in JSON, does not show the field.
-const MAX_QUOTED_BYTES: usize = 120;
-
 /// Parses a cluster file of either format.
 ///
 /// # Errors
@@ -121,7 +116,7 @@ pub(crate) fn parse_facts(text: &str) -> anyhow::Result<Facts> {
 /// Fails if the text is not YAML of the type, or has more than one document.
 pub(super) fn read<T: Default + serde::de::DeserializeOwned>(text: &str) -> anyhow::Result<T> {
     let documents: Vec<T> = serde_saphyr::from_multiple(text)
-        .map_err(|error| anyhow::anyhow!("{}", explain(&error, text)))?;
+        .map_err(|error| anyhow::Error::msg(yaml::explain(&error, text)))?;
     let mut documents = documents.into_iter();
     let value = documents.next().unwrap_or_default();
     anyhow::ensure!(
@@ -129,25 +124,6 @@ pub(super) fn read<T: Default + serde::de::DeserializeOwned>(text: &str) -> anyh
         "the file has more than one document; remove all but one"
     );
     Ok(value)
-}
-
-/// Describes an error of the YAML library: line, column, cause, and the text of the line, which names the field.
-fn explain(error: &serde_saphyr::Error, text: &str) -> String {
-    // The further lines show an excerpt of the file.
-    let whole = error.to_string();
-    let first = whole.lines().next().unwrap_or_default();
-    let first = first.trim_start_matches("error: ");
-    let cause = first.strip_suffix(LIBRARY_ADVICE).unwrap_or(first);
-    let line = error.location().and_then(|location| {
-        let before = usize::try_from(location.line().checked_sub(1)?).ok()?;
-        text.lines().nth(before)
-    });
-    match line.map(str::trim) {
-        Some(line) if !line.is_empty() && line.len() <= MAX_QUOTED_BYTES => {
-            format!("{cause}, in {line:?}")
-        }
-        _ => cause.to_owned(),
-    }
 }
 
 // === impl Input ===

@@ -148,7 +148,7 @@ fn first_mistake_in_syntax_fields_or_types_is_reported_with_line_column_and_form
         ),
         (
             format!("{A}    name: b\n"),
-            "4: duplicate mapping key: name",
+            "4: duplicate mapping key: name at line 4, column 5, in \"name: b\"; delete one of the two keys; ",
         ),
         (format!("{A}  - c\n"), "4: expected mapping start"),
         (format!("{A}  - endpoints: []\n"), "4: missing field `name`"),

@@ -77,6 +77,11 @@ fn parts_that_cannot_be_translated_are_named() {
             "port_value: 70000",
             "invalid u16 at line 41",
         ),
+        (
+            "static_resources:",
+            "admin: {}\nstatic_resources:",
+            "duplicate mapping key: admin at line ",
+        ),
         ("protocol: TCP", "protocol: UDP", "UDP"),
         ("tcp_proxy.v3.TcpProxy", "echo.v3.Echo", "echo.v3.Echo"),
         ("stat_prefix: tcp_stats", "idle_timeout: 1s", "idle_timeout"),
