@@ -111,6 +111,13 @@ async fn after_tunnel_step(tenant: &Tenant, step: &Step) {
         assert_eq!(ready(tenant, "openvpn-client").await, 1);
     } else if is("Remove the servers beside kube-apiserver and the agents.") {
         assert!(!has_sidecar(tenant).await);
+        for volume in [
+            "konnectivity-uds",
+            "konnectivity-kubeconfig",
+            "konnectivityproxy-tls",
+        ] {
+            assert!(!has_volume(tenant, volume).await, "{volume}");
+        }
         assert!(!seed("service", "konnectivity-server").await);
         assert!(!user_has(tenant, "deployment", "konnectivity-agent").await);
     } else if is("Remove the OpenVPN tunnel.") {

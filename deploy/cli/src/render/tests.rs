@@ -776,6 +776,38 @@ fn plans_between_tunnels_remove_the_permissions_of_the_old_tunnel() {
 }
 
 #[test]
+fn plan_to_openvpn_removes_the_volumes_of_the_servers_beside_kube_apiserver() {
+    // The volumes of a patch by name, and the mounts of kube-apiserver by path.
+    let items = |patch: &Value, is_removal: bool| -> BTreeSet<String> {
+        let pod = &patch["spec"]["template"]["spec"];
+        let containers = pod["containers"].as_array().unwrap().iter();
+        let mounts = containers
+            .filter(|it| it["name"] == "apiserver")
+            .flat_map(|it| it["volumeMounts"].as_array().unwrap());
+        let items = pod["volumes"].as_array().unwrap().iter().chain(mounts);
+        items
+            .filter(|it| (it["$patch"] == "delete") == is_removal)
+            .map(|it| it.get("mountPath").unwrap_or(&it["name"]).to_string())
+            .collect()
+    };
+    let used = |tunnel: &str| {
+        render(&file(tunnel, "NodePort", ""), |objects| {
+            let patch = objects.iter().find(|it| it.is_patch).unwrap();
+            items(&patch.value, false)
+        })
+    };
+    let text = plan_text(Side::Konnectivity, Side::Openvpn).unwrap();
+    let mut words = text.lines().filter_map(|line| line.split_once(" -p '"));
+    let (_, patch) = words
+        .find(|(command, _)| command.ends_with("patch deployment apiserver"))
+        .unwrap();
+    let (patch, _) = patch.split_once('\'').unwrap();
+    let removed = items(&serde_json::from_str(patch).unwrap(), true);
+    assert_eq!(removed, &used("konnectivity") - &used("openvpn"));
+    assert_eq!(removed.len(), 4, "{removed:?}");
+}
+
+#[test]
 fn plans_between_tunnels_pause_the_cluster() {
     let id = "patch clusters.kubermatic.k8c.io abc123 --type=merge -p";
     let commands = |from, to| -> Vec<String> {

@@ -1,5 +1,6 @@
 //! Changes of the tunnel. The other tunnel is proven before the old one is removed.
 
+use crate::render::arguments::SOCKET_FOLDER;
 use crate::render::target::Target;
 
 use super::Step;
@@ -173,6 +174,13 @@ fn unless_skipped(commands: String) -> String {
 fn remove_sidecars(namespace: &str) -> String {
     format!(
         "{SEED} -n {namespace} patch deployment apiserver -p '{{\"spec\":{{\"template\":{{\"spec\":{{\"dnsPolicy\":\"ClusterFirst\",\"dnsConfig\":null,\"containers\":[{{\"name\":\"openvpn-client\",\"$patch\":\"delete\"}},{{\"name\":\"dnat-controller\",\"$patch\":\"delete\"}}]}}}}}}}}'"
+    )
+}
+
+/// Returns the command that removes the servers beside kube-apiserver, and the volumes that nothing needs without them.
+fn remove_servers(namespace: &str) -> String {
+    format!(
+        "{SEED} -n {namespace} patch deployment apiserver -p '{{\"spec\":{{\"template\":{{\"spec\":{{\"containers\":[{{\"name\":\"konnectivity-server\",\"$patch\":\"delete\"}},{{\"name\":\"apiserver\",\"volumeMounts\":[{{\"mountPath\":\"{SOCKET_FOLDER}\",\"$patch\":\"delete\"}}]}}],\"volumes\":[{{\"name\":\"konnectivity-uds\",\"$patch\":\"delete\"}},{{\"name\":\"konnectivity-kubeconfig\",\"$patch\":\"delete\"}},{{\"name\":\"konnectivityproxy-tls\",\"$patch\":\"delete\"}}]}}}}}}}}'"
     )
 }
 
@@ -495,9 +503,7 @@ pub(super) fn to_openvpn(target: &Target<'_>, file: &str) -> Vec<Step> {
             "Remove the servers beside kube-apiserver and the agents.",
             &[
                 vec![
-                    format!(
-                        "{SEED} -n {namespace} patch deployment apiserver -p '{{\"spec\":{{\"template\":{{\"spec\":{{\"containers\":[{{\"name\":\"konnectivity-server\",\"$patch\":\"delete\"}}]}}}}}}}}'"
-                    ),
+                    remove_servers(namespace),
                     format!("{SEED} -n {namespace} rollout status deployment apiserver"),
                     format!("{USER} -n kube-system delete deployment,pdb konnectivity-agent --ignore-not-found"),
                 ],
