@@ -773,6 +773,12 @@ fn plans_between_tunnels_remove_the_permissions_of_the_old_tunnel() {
     // The way back of the step that adds the permission.
     let text = plan_text(Side::Konnectivity, Side::Openvpn).unwrap();
     assert_eq!(text.matches(nodes).count(), 1, "{text}");
+    let text = plan_text(Side::Openvpn, Side::Konnectivity).unwrap();
+    let saved = "cluster-abc123-openvpn-server-before-konnectivity.yaml";
+    let back = format!(
+        "rollout status deployment openvpn-server && {{ grep -q openvpn-watch-nodes {saved} || {nodes} --ignore-not-found; }} && rm -f {saved}  # unless the step was skipped\n"
+    );
+    assert_eq!(text.matches(&back).count(), 1, "{text}");
 }
 
 #[test]

@@ -152,7 +152,25 @@ fn saved(namespace: &str, deployment: &str, when: &str) -> String {
 fn put_back(namespace: &str, deployment: &str, when: &str) -> String {
     let file = saved(namespace, deployment, when);
     format!(
-        "{SEED} replace -f {file} && {SEED} -n {namespace} rollout status deployment {deployment} && rm -f {file}"
+        "{} && rm -f {file}",
+        put_back_from(&file, namespace, deployment)
+    )
+}
+
+/// Returns the commands of [`put_back`] for the OpenVPN server. They also remove the permission to watch Nodes, unless the
+/// restored server watches Nodes.
+fn put_server_back(namespace: &str, when: &str) -> String {
+    let file = saved(namespace, "openvpn-server", when);
+    format!(
+        "{} && {{ grep -q openvpn-watch-nodes {file} || {}; }} && rm -f {file}",
+        put_back_from(&file, namespace, "openvpn-server"),
+        remove_permission()
+    )
+}
+
+fn put_back_from(file: &str, namespace: &str, deployment: &str) -> String {
+    format!(
+        "{SEED} replace -f {file} && {SEED} -n {namespace} rollout status deployment {deployment}"
     )
 }
 
@@ -278,7 +296,7 @@ pub(super) fn to_konnectivity(target: &Target<'_>, file: &str) -> Vec<Step> {
                 "# repeat the command until openvpn is healthy".to_owned(),
             ],
             "openvpn-server; its clients connect again",
-            unless_skipped(put_back(namespace, "openvpn-server", before)),
+            unless_skipped(put_server_back(namespace, before)),
         ),
         Step::new(
             "Let kube-apiserver use the OpenVPN server. Skip this step if it does already.",
