@@ -209,6 +209,10 @@ maxSurge: {{ include "culvert.or" (list $given.maxSurge 0) }}
 {{- if and $v.openvpn.remotes $v.openvpn.configMap }}
 - openvpn.remotes and openvpn.configMap are both set: a file names its own servers
 {{- end }}
+{{- $octet := "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])" }}
+{{- if and $openvpn (not (regexMatch (printf "^%s(\\.%s){3}/(1[0-6]|[0-9])$" $octet $octet) $v.openvpn.nodeAccessNetwork)) }}
+- openvpn.nodeAccessNetwork is {{ $v.openvpn.nodeAccessNetwork | quote }}: the agent starts only with an IPv4 network of /16 or larger; write one such as 10.254.0.0/16
+{{- end }}
 {{- if and $v.server.host (eq $v.auth "mtls") (not $v.mtls.secret) }}
 - auth is mtls and mtls.secret is empty: set the Secret with the client certificate
 {{- end }}
