@@ -33,6 +33,9 @@ use crate::support::timely;
 /// Capacity of a script's queues, in packets or calls.
 const OUTGOING: usize = 64;
 
+/// Id of a connection that does not exist. The server closes this connection to probe an agent.
+pub(crate) const NO_CONNECTION: i64 = -1;
+
 /// HTTP/2 window of scripted peers, in bytes. The protocol's default, so a peer that does not read is noticed
 /// soon.
 const WINDOW_BYTES: u32 = 65_535;
@@ -63,8 +66,22 @@ impl Peer {
         self.to.send(packet).await.expect("an open call");
     }
 
-    /// Waits for the next message.
+    /// Waits for the next message that is not a probe. The server probes an agent that sends nothing for half a second while
+    /// a dial waits for its answer. On a busy machine, any agent of a test may be so slow.
     pub(crate) async fn hear(&mut self) -> Message {
+        let next = async {
+            loop {
+                let message = self.hear_any().await;
+                if message != close_request(NO_CONNECTION) {
+                    return message;
+                }
+            }
+        };
+        timely("a packet that is not a probe", next).await
+    }
+
+    /// Waits for the next message, which may be a probe.
+    pub(crate) async fn hear_any(&mut self) -> Message {
         let next = timely("a packet for the script", self.from.message()).await;
         next.expect("a living call").expect("a packet").into()
     }

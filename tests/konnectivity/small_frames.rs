@@ -17,7 +17,7 @@ use tokio::net::{TcpStream, UnixStream};
 use tokio::task::AbortHandle;
 use tokio_rustls::TlsConnector;
 
-use crate::scripts::{self, data, dial, opened};
+use crate::scripts::{self, NO_CONNECTION, close_request, data, dial, opened};
 use crate::support::*;
 
 const TARGET: &str = "10.0.0.1:443";
@@ -112,15 +112,20 @@ impl Raw {
         self.ping().await;
     }
 
-    /// Waits for the next message, which must be alone in its frame.
+    /// Waits for the next message that is not a probe. Each message must be alone in its frame.
     async fn hear(&mut self) -> Message {
-        let frame = timely("a frame", self.answers.data()).await;
-        let frame = frame.expect("an open call").unwrap();
-        self.answers
-            .flow_control()
-            .release_capacity(frame.len())
-            .unwrap();
-        grpc::decode(frame.slice(5..)).unwrap()
+        loop {
+            let frame = timely("a frame", self.answers.data()).await;
+            let frame = frame.expect("an open call").unwrap();
+            self.answers
+                .flow_control()
+                .release_capacity(frame.len())
+                .unwrap();
+            let message = grpc::decode(frame.slice(5..)).unwrap();
+            if message != close_request(NO_CONNECTION) {
+                return message;
+            }
+        }
     }
 }
 
