@@ -1,5 +1,6 @@
 //! Switches between the tunnels under load: new connections open all the time, and long streams stay open.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use culvert_kit::client::{BoxedStream, connect};
@@ -7,16 +8,20 @@ use culvert_kit::pattern;
 use culvert_kit::services::Services;
 use culvert_server::tunnel::{Kind, Mode};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
-use tokio::time::{interval, sleep};
+use tokio::time::{MissedTickBehavior, interval, sleep};
 use tokio_util::sync::CancellationToken;
 
 use super::switching::{diverted, opened, settled};
 use super::{PATIENCE, Verdict, got, open, text};
 use crate::dev::server::Server;
 
-/// Pause between two dials: 125 dials a second.
+/// Pause between two dials: at most 125 dials a second.
 const DIAL_EVERY: Duration = Duration::from_millis(8);
+
+/// Largest number of dials in progress. On a slow machine, more dials would only delay each other until their time is over.
+const IN_PROGRESS: usize = 32;
 
 /// Number of switches to the other tunnel and back.
 const ROUNDS: usize = 4;
@@ -67,13 +72,19 @@ pub(super) async fn under_load(server: &Server, services: &Services) -> Verdict 
     }
 }
 
-/// Makes a request every few milliseconds, each on a new connection.
+/// Makes a request every few milliseconds, each on a new connection. Makes none while [`IN_PROGRESS`] requests wait.
 async fn dials(server: &Server, target: &str, stop: &CancellationToken) -> Connections {
     let mut dials = JoinSet::new();
+    let places = Arc::new(Semaphore::new(IN_PROGRESS));
     let mut ticks = interval(DIAL_EVERY);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     while stop.run_until_cancelled(ticks.tick()).await.is_some() {
+        let Ok(place) = places.clone().try_acquire_owned() else {
+            continue;
+        };
         let (front_end, target) = (server.front_end.clone(), target.to_owned());
         dials.spawn(async move {
+            let _place = place;
             let stream = connect(&front_end, &target, PATIENCE).await;
             got(stream.map_err(text)?).await.map(drop)
         });
