@@ -21,6 +21,7 @@ use culvert_tests::metrics::{http_get, scrape};
 use culvert_tests::ports::Ports;
 use culvert_tests::rotation::{Reloads, install, install_pair, read, uses};
 use culvert_tests::{Program, eventually};
+use futures_util::StreamExt as _;
 use hyper::client::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use rustls::ServerConfig;
@@ -38,6 +39,10 @@ use crate::support::{Door, LIMIT, Upstream, timely};
 const USER: &str = "system:serviceaccount:kube-system:system-konnectivity-agent";
 /// Number of calls, each on a connection of its own: fewer than a listener has slots.
 const CALLS: usize = 200;
+
+/// Number of connections opened at once. The server waits 15 s for the first call on a connection. A busy machine may need
+/// more time to open all connections one after the other.
+const AT_ONCE: usize = 8;
 
 const AUDIENCE: &str = "system:konnectivity-server";
 
@@ -180,11 +185,12 @@ impl Cluster {
         Caller(sender)
     }
 
-    /// Makes [`CALLS`] calls at the same time with one token, as many agents would.
+    /// Opens [`CALLS`] connections, and then makes a call on each at the same time with one token, as many agents would.
     async fn calls(&self, token: &str) -> Vec<Result<Streaming<Packet>, Status>> {
+        let callers = some_at_once((0..CALLS).map(|_| self.caller())).await;
         let mut calls = JoinSet::new();
-        for _ in 0..CALLS {
-            let (caller, value) = (self.caller().await, format!("Bearer {token}"));
+        for caller in callers {
+            let value = format!("Bearer {token}");
             calls.spawn(async move { caller.call(&[&value]).await });
         }
         calls.join_all().await
@@ -197,6 +203,12 @@ impl Cluster {
             .value("culvert_rejected_total", &labels)
             .unwrap_or_default()
     }
+}
+
+/// Runs the futures, [`AT_ONCE`] at a time.
+async fn some_at_once<F: Future>(all: impl Iterator<Item = F>) -> Vec<F::Output> {
+    let all = futures_util::stream::iter(all);
+    all.buffer_unordered(AT_ONCE).collect().await
 }
 
 /// Returns the number of packets of one type that an agent has sent.
