@@ -283,6 +283,8 @@ fn write_port_closed(out: &mut Vec<u8>, from: SocketAddrV4, to: SocketAddrV4, pa
 pub(super) mod tests {
     #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
+    use std::net::SocketAddr;
+
     use culvert_host::net::destinations::Destinations;
     use culvert_konnectivity::excess::OverflowBudget;
     use culvert_openvpn::flows;
@@ -291,6 +293,7 @@ pub(super) mod tests {
     use culvert_openvpn_io::streams::Streams;
     use metrics::Gauge;
     use proptest::prelude::*;
+    use socket2::{Domain, SockRef, Socket, Type};
 
     use super::*;
     use crate::agent::{Agent, Limits};
@@ -375,11 +378,30 @@ pub(super) mod tests {
         assert!(is_open(1) && !is_open(2) && is_open(3) && is_open(1000));
     }
 
+    /// Returns a socket that reserves a port, and its address. The kernel refuses the datagrams of other sockets, because
+    /// the socket is connected to itself.
+    async fn closed_port() -> (UdpSocket, SocketAddrV4) {
+        let reserved = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+        let SocketAddr::V4(address) = reserved.local_addr().unwrap() else {
+            panic!("not an IPv4 address");
+        };
+        reserved.connect(address).await.unwrap();
+        // Permits `open_port`. Sockets without this option still cannot bind the port.
+        SockRef::from(&reserved).set_reuse_address(true).unwrap();
+        (reserved, address)
+    }
+
+    /// Opens a port that [`closed_port`] has reserved.
+    fn open_port(address: SocketAddrV4) -> UdpSocket {
+        let socket = Socket::new(Domain::IPV4, Type::DGRAM.nonblocking(), None).unwrap();
+        socket.set_reuse_address(true).unwrap();
+        socket.bind(&address.into()).unwrap();
+        UdpSocket::from_std(socket.into()).unwrap()
+    }
+
     #[tokio::test]
     async fn pair_with_a_closed_port_continues_once_the_port_opens() {
-        let closed = UdpSocket::bind("127.0.0.1:0").await.unwrap();
-        let address = closed.local_addr().unwrap();
-        drop(closed);
+        let (_reserved, address) = closed_port().await;
         let target = format!("10.254.0.1:{}", address.port());
         let (mut datagrams, mut flows) = datagrams();
         assert!(accepts(&mut datagrams, CLIENT, &target));
@@ -403,7 +425,7 @@ pub(super) mod tests {
         write(&mut sent, CLIENT, target.parse().unwrap(), b"question");
         assert_eq!(error.body(), &sent[..HEADERS]);
 
-        let server = UdpSocket::bind(address).await.unwrap();
+        let server = open_port(address);
         assert!(accepts(&mut datagrams, CLIENT, &target));
         let (length, _) = server.recv_from(&mut [0; 16]).await.unwrap();
         assert_eq!(length, b"question".len());
@@ -411,14 +433,12 @@ pub(super) mod tests {
 
     #[tokio::test]
     async fn datagram_after_a_refused_one_is_sent() {
-        let server = UdpSocket::bind("127.0.0.1:0").await.unwrap();
-        let address = server.local_addr().unwrap();
-        drop(server);
+        let (_reserved, address) = closed_port().await;
         let socket = UdpSocket::bind("127.0.0.1:0").await.unwrap();
         socket.connect(address).await.unwrap();
         send(&socket, b"first").await.unwrap();
-        let server = UdpSocket::bind(address).await.unwrap();
         socket.ready(tokio::io::Interest::ERROR).await.unwrap();
+        let server = open_port(address);
         let refused = send(&socket, b"second").await.unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::ConnectionRefused);
         let mut received = [0; 16];

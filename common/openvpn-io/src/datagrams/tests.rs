@@ -4,6 +4,7 @@ use std::future::poll_fn;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
+use socket2::{Domain, SockRef, Socket, Type};
 use tokio::time::timeout;
 
 use super::*;
@@ -164,15 +165,23 @@ async fn answer_comes_from_the_address_that_the_peer_has_used() {
 
 #[tokio::test]
 async fn error_of_an_earlier_datagram_loses_no_other_datagram() {
-    let (gone, address) = bind().await;
-    drop(gone);
+    // The reserved socket is connected to itself, so the kernel refuses the datagrams of other sockets.
+    let reserved = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let address = reserved.local_addr().unwrap();
+    reserved.connect(address).await.unwrap();
     let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     socket.connect(address).await.unwrap();
     let mut sender = Datagrams::new(socket).unwrap();
     sender.append(address, b"to nobody");
     sender.flush().await;
-    // The ICMP error arrives before the call returns.
-    let back = UdpSocket::bind(address).await.unwrap();
+    let refused = sender.socket.ready(Interest::ERROR);
+    timeout(PATIENCE, refused).await.unwrap().unwrap();
+    // Both sockets need the option to share the port. No other socket can bind the port.
+    SockRef::from(&reserved).set_reuse_address(true).unwrap();
+    let back = Socket::new(Domain::IPV4, Type::DGRAM.nonblocking(), None).unwrap();
+    back.set_reuse_address(true).unwrap();
+    back.bind(&address.into()).unwrap();
+    let back = UdpSocket::from_std(back.into()).unwrap();
     let mut back = Datagrams::new(back).unwrap();
     for tag in 0..10 {
         sender.append(address, &content(100, tag));
