@@ -32,8 +32,9 @@ use crate::dev::balancer;
 /// Address of the relay to the server, inside the client's network.
 const WAY_OUT: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 1194);
 
-/// Longest wait for the client's network.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// Longest wait for the client's network. The script ends at once if a step fails, but the kernel may delay a new network by
+/// seconds while it removes others.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Command line for a network namespace and a process namespace. Both end with `unshare`, and `unshare` ends
 /// with this process.
@@ -101,7 +102,7 @@ impl Stock {
         let mut said = String::new();
         let mut stdout = BufReader::new(stdout);
         let ready = timeout(PATIENCE, stdout.read_line(&mut said)).await;
-        if ready.context("the client's network was not ready in time")?? == 0 {
+        if ready.context("the client's network was not ready within a minute")?? == 0 {
             bail!("{}", last_line(&log));
         }
         let at = |service: SocketAddr| SocketAddr::new(SERVICE.into(), service.port());
