@@ -93,7 +93,9 @@ pub(super) async fn measure(
     open(&mut streams);
     // A set of one task, because dropping a set aborts its tasks.
     let mut dialing = JoinSet::new();
-    dialing.spawn(dial_on(site.entry.clone(), target, ended.clone()));
+    let dials_ended = ended.clone();
+    let wanted = move |_| !*dials_ended.borrow();
+    dialing.spawn(dial_on(site.entry.clone(), target, wanted));
     let mut next = Instant::now() + MARGIN;
     for number in 0..SWITCHES {
         sleep_until(next).await;
@@ -203,13 +205,16 @@ impl Site {
     }
 }
 
-/// Starts a dial every [`DIAL_INTERVAL`], regardless of earlier dials, until `ended` is true.
-async fn dial_on(entry: Entry, target: SocketAddr, ended: watch::Receiver<bool>) -> Tally {
+/// Starts a dial every [`DIAL_INTERVAL`], regardless of earlier dials, while `wanted` returns true for the number of dials
+/// so far.
+async fn dial_on(entry: Entry, target: SocketAddr, wanted: impl Fn(u64) -> bool) -> Tally {
     let mut tally = Tally::default();
     let mut dials = JoinSet::new();
     let mut ticks = interval(DIAL_INTERVAL);
-    while !*ended.borrow() {
+    let mut started = 0;
+    while wanted(started) {
         ticks.tick().await;
+        started += 1;
         let entry = entry.clone();
         dials.spawn(async move {
             let begin = Instant::now();
@@ -273,23 +278,27 @@ mod tests {
     #![allow(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing)]
     use super::*;
 
+    /// Number of dials of each kind.
+    const COUNT: u64 = 20;
+
     #[tokio::test]
     async fn failed_dials_are_counted_and_streams_survive() {
         let endpoints = Endpoints::start().await.unwrap();
         let (end, ended) = watch::channel(false);
         let target = endpoints.lean();
         let entry = Entry::Plain(target);
-        let good = tokio::spawn(dial_on(entry.clone(), target, ended.clone()));
+        let wanted = |dials: u64| dials < COUNT;
+        let good = tokio::spawn(dial_on(entry.clone(), target, wanted));
         // Nothing listens on port 1.
         let nowhere = Entry::Plain(SocketAddr::from(([127, 0, 0, 1], 1)));
-        let bad = tokio::spawn(dial_on(nowhere, target, ended.clone()));
+        let bad = tokio::spawn(dial_on(nowhere, target, wanted));
         let lived = tokio::spawn(stream(entry, target, ended));
-        sleep(Duration::from_millis(100)).await;
-        end.send(true).unwrap();
         let (good, bad) = (good.await.unwrap(), bad.await.unwrap());
-        assert!(good.made > 2 && good.failed == 0, "{good:?}");
+        // The send fails if the stream has already ended; its result shows that.
+        end.send(true).ok();
+        assert_eq!((good.made, good.failed), (COUNT, 0), "{good:?}");
         assert_eq!(good.times.len() as u64, good.made);
-        assert!(bad.made > 2 && bad.failed == bad.made, "{bad:?}");
+        assert_eq!((bad.made, bad.failed), (COUNT, COUNT), "{bad:?}");
         lived.await.unwrap().unwrap();
     }
 }
