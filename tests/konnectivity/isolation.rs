@@ -2,13 +2,14 @@
 
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
+use std::time::Duration;
 
 use bytes::Bytes;
 use culvert_kit::client::BoxedStream;
 use culvert_kit::pattern::{self, Verifier};
 use culvert_kit::services::Services;
 use culvert_konnectivity::message::{ConnectId, Message};
-use culvert_tests::{Mode, Topology, Transport};
+use culvert_tests::{Mode, Topology, Transport, eventually};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::task::JoinSet;
 
@@ -182,6 +183,42 @@ async fn between_our_programs(mode: Mode) {
     server_is_idle(&topology).await;
     agent_shows(&topology, "open_endpoint_connections", &[], 0.0).await;
     excess_is_given_back(&topology).await;
+    assert_unharmed(&mut topology).await;
+}
+
+/// Number of stalled downloads whose memory the programs return.
+const PEAK: usize = 32;
+
+/// Time in which idle programs return memory: ten times the time for which unused memory stays.
+const RETURNED: Duration = Duration::from_secs(20);
+
+#[tokio::test]
+async fn idle_programs_return_the_memory_of_a_peak() {
+    let services = Services::start().await.unwrap();
+    let mut topology = Topology::simple(Mode::HttpConnect, Transport::Uds).await;
+    drop(stalled_client(&topology, &services).await);
+    let before = memory(&mut topology);
+    let growth = |topology: &mut Topology| {
+        let both = memory(topology).into_iter().zip(before);
+        both.map(|(now, before)| now.saturating_sub(before)).sum()
+    };
+    let mut stalled = Vec::new();
+    for _ in 0..PEAK {
+        stalled.push(stalled_client(&topology, &services).await);
+    }
+    let mut peak: u64 = 0;
+    eventually("a peak of 24 MiB", LIMIT, async || {
+        peak = growth(&mut topology);
+        (peak >= 24 << 20).then_some(()).ok_or(peak)
+    })
+    .await;
+    drop(stalled);
+    // Nobody asks the programs for anything meanwhile, except for a ping every 30 s.
+    eventually("a quarter of the peak", RETURNED, async || {
+        let now = growth(&mut topology);
+        (now <= peak / 4).then_some(()).ok_or(now)
+    })
+    .await;
     assert_unharmed(&mut topology).await;
 }
 

@@ -7,13 +7,12 @@
 #[doc(hidden)]
 pub use tikv_jemallocator::Jemalloc;
 
-/// Settings of jemalloc, as a C string. Memory of a past peak returns to the system within seconds while the program works;
-/// an idle program keeps some. Each arena keeps some unused memory, so the number of arenas is small; a small number is enough because a
-/// connection stays on one thread. jemalloc uses no huge pages, even if the system gives huge pages to every program:
-/// the HTTP/2 buffers of an idle connection use only their first pages.
-pub const SETTINGS: &[u8; 97] =
-    b"narenas:4,dirty_decay_ms:2000,muzzy_decay_ms:0,tcache_max:524288,\
-tcache_nslots_large:4,thp:never\0";
+/// Settings of jemalloc, as a C string. A thread of jemalloc returns the memory of a past peak to the system within seconds:
+/// an idle program makes no calls that would return the memory. Each arena keeps some unused memory, so the number of arenas
+/// is small; a small number is enough because a connection stays on one thread. jemalloc uses no huge pages, even if the
+/// system gives huge pages to every program: the HTTP/2 buffers of an idle connection use only their first pages.
+pub const SETTINGS: &[u8; 145] = b"background_thread:true,max_background_threads:1,narenas:4,\
+dirty_decay_ms:2000,muzzy_decay_ms:0,tcache_max:524288,tcache_nslots_large:4,thp:never\0";
 
 /// Makes jemalloc the allocator of a program. Call once, in `main.rs`.
 #[macro_export]
