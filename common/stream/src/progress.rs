@@ -34,7 +34,7 @@ impl Progress {
     }
 
     /// Returns once the sink has made no progress for at least `bound`. The check runs once per `bound`, so the function
-    /// returns at most twice `bound` after the last progress, or three times if another task polls the sink.
+    /// returns at most twice `bound` after the last progress, or three times if the sink is polled after the function.
     pub(crate) fn stalled(&self, bound: Duration) -> impl Future<Output = ()> {
         // Set before the first poll: a task that polls the sink first then compares two reports of the sink.
         self.is_watched.store(true, Ordering::Relaxed);

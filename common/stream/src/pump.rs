@@ -126,16 +126,35 @@ async fn finish(
     [own, other]: [&Direction; 2],
     half_open: Duration,
 ) -> Result<(), CloseReason> {
-    // The alert that ends a TLS stream needs room in the socket.
-    let ended = timeout(half_open, sink.finish()).await;
-    ended.unwrap_or(Err(CloseReason::HalfOpenIdle))?;
+    let aborted = {
+        let mut ended = pin!(sink.finish());
+        tokio::select! {
+            biased;
+            ended = &mut ended => {
+                ended?;
+                None
+            }
+            // The alert that ends a TLS stream needs room in the socket.
+            reason = source.aborted() => {
+                let ended = timeout(CLOSE_STALL, ended).await;
+                ended.unwrap_or(Err(CloseReason::Stalled))?;
+                Some(reason)
+            }
+        }
+    };
     own.done.notify_one();
+    let aborted = async {
+        match aborted {
+            Some(reason) => reason,
+            None => source.aborted().await,
+        }
+    };
     tokio::select! {
         // In this order, because a peer closes the connection as soon as both directions have ended, and the
         // close must not change the reason.
         biased;
         () = other.done.notified() => Ok(()),
-        reason = source.aborted() => Err(reason),
+        reason = aborted => Err(reason),
         () = other.progress.stalled(half_open) => Err(CloseReason::HalfOpenIdle),
     }
 }
@@ -404,9 +423,40 @@ mod tests {
             }
         }
 
-        fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-            Poll::Ready(Ok(()))
+        fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+            self.poll_flush(cx)
         }
+    }
+
+    /// Source that has ended, and whose connection has been aborted since.
+    struct Left;
+
+    impl Source for Left {
+        async fn recv(&mut self) -> Result<Option<Bytes>, CloseReason> {
+            Ok(None)
+        }
+
+        async fn aborted(&mut self) -> CloseReason {
+            CloseReason::EndpointClosed
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn client_without_room_for_the_end_is_stalled_after_an_abort() {
+        let started = Instant::now();
+        let (_client, near) = duplex(64);
+        let (mut cs, _) = halves(near, CloseReason::ClientLost);
+        let (_endpoint, far) = duplex(64);
+        let (_, mut ek) = halves(far, CloseReason::EndpointLost);
+        let full = Full {
+            unacknowledged: AtomicU32::new(10),
+            read: 0,
+            is_buffered: true,
+        };
+        let mut ck = WriteSink::new(full, CloseReason::ClientLost);
+        let reason = between((&mut cs, &mut ck), (&mut Left, &mut ek)).await;
+        let expected = (CloseReason::Stalled, CLOSE_STALL);
+        assert_eq!((reason, started.elapsed()), expected);
     }
 
     /// Pumps the last chunk of a client that has closed into a full socket. Returns the reason and the time until then.
