@@ -62,8 +62,9 @@ fn first_of_tcp_info(socket: &impl AsFd, bytes: usize) -> io::Result<libc::tcp_i
     }
 }
 
-/// Returns how many written bytes the peer of a TCP or Unix socket has not acknowledged (`SIOCOUTQ`, tcp(7), unix(7)). For a
-/// Unix socket, the number includes the kernel's overhead. `None` if the system call fails.
+/// Returns how many written bytes the peer of a TCP or Unix socket has not acknowledged: the request `SIOCOUTQ` (tcp(7), and
+/// `unix_ioctl` of Linux), which has the number of `TIOCOUTQ`. For a Unix socket, the result includes the kernel's overhead.
+/// `None` if the system call fails.
 pub fn unacknowledged(socket: &impl AsFd) -> Option<u32> {
     let mut bytes: libc::c_int = 0;
     // SAFETY: the descriptor is borrowed and open. The kernel writes one integer at the pointer and does not keep it.
