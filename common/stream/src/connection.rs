@@ -94,20 +94,38 @@ impl Ended {
         );
         self.cut && slow
     }
+
+    /// Returns true if a side of the connection gave up the bytes for its peer, because the peer accepted none of them for too
+    /// long, such as for [`CLOSE_STALL`](super::CLOSE_STALL) after the other side had closed.
+    pub fn is_given_up(&self) -> bool {
+        !self.cut && self.reason == CloseReason::Stalled
+    }
 }
 
-/// Logs the end of a connection: the given fields, then close reason, bytes and duration.
+/// Logs the end of a connection: the given fields, then close reason, bytes and duration. A warning if the last bytes may
+/// be lost.
 #[macro_export]
 macro_rules! log_closed {
-    ($ended:expr, $($field:tt)+) => {
-        ::tracing::debug!(
+    (@ $level:ident, $text:literal, $ended:expr, $($field:tt)+) => {
+        ::tracing::$level!(
             $($field)+,
             reason = %$ended.reason,
             to_endpoint = $ended.to_endpoint,
             from_endpoint = $ended.from_endpoint,
             seconds = $ended.duration.as_secs_f64(),
-            "connection closed"
+            $text
         )
+    };
+    ($ended:expr, $($field:tt)+) => {
+        match $ended.is_given_up() {
+            true => $crate::log_closed!(
+                @ warn,
+                "one side accepted none of the bytes that wait for it: closing this connection, these bytes may be lost. \
+                 Check whether the program on that side hangs",
+                $ended, $($field)+
+            ),
+            false => $crate::log_closed!(@ debug, "connection closed", $ended, $($field)+),
+        }
     };
 }
 
@@ -120,8 +138,8 @@ mod tests {
     use bytes::Bytes;
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, duplex, split};
 
-    use super::super::HALF_OPEN_IDLE;
     use super::super::io::{ReadSource, WriteSink};
+    use super::super::{CLOSE_STALL, HALF_OPEN_IDLE};
     use super::*;
 
     #[tokio::test]
@@ -153,5 +171,39 @@ mod tests {
         assert_eq!(ended.reason, CloseReason::Shutdown);
         assert!(ended.cut && !ended.is_overdue());
         assert_eq!((ended.to_endpoint, ended.from_endpoint), (4, 2));
+    }
+
+    /// Source with one chunk, whose connection has been aborted since.
+    struct Aborted;
+
+    impl Source for Aborted {
+        async fn recv(&mut self) -> Result<Option<Bytes>, CloseReason> {
+            Ok(Some(Bytes::from_static(&[7; 100])))
+        }
+
+        async fn fill(&mut self) {}
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn endpoint_that_accepts_nothing_after_an_abort_is_given_up() {
+        let ((_client, near), (far, _endpoint)) = (duplex(64), duplex(64));
+        let (far_read, far_write) = split(far);
+        let mut far_source = ReadSource::new(far_read, Bytes::new(), CloseReason::EndpointLost);
+        let ended = run_connection(
+            (
+                &mut Aborted,
+                &mut WriteSink::new(near, CloseReason::ClientLost),
+            ),
+            (
+                &mut far_source,
+                &mut WriteSink::new(far_write, CloseReason::EndpointLost),
+            ),
+            [Counter::noop(), Counter::noop()],
+            HALF_OPEN_IDLE,
+            pin!(std::future::pending()),
+        )
+        .await;
+        assert!(ended.is_given_up() && !ended.is_overdue());
+        assert_eq!(ended.duration, CLOSE_STALL);
     }
 }
