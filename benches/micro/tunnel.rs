@@ -4,7 +4,7 @@ use bytes::Bytes;
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use culvert_konnectivity::queue;
 use culvert_stream::io::{ReadSource, WriteSink};
-use culvert_stream::pump::{Meter, pump};
+use culvert_stream::pump::{Direction, pump};
 use culvert_stream::{CloseReason, HALF_OPEN_IDLE};
 use metrics::Counter;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex, split};
@@ -75,13 +75,11 @@ async fn through_pump(piece: &[u8]) -> u64 {
     let (far, mut endpoint) = duplex(PIPE);
     let (mut cs, mut ck) = side!(near, ClientLost);
     let (mut es, mut ek) = side!(far, EndpointLost);
-    let mut up = Meter::new(Counter::noop());
-    let mut down = Meter::new(Counter::noop());
+    let [up, down] = [(); 2].map(|()| Direction::new(Counter::noop()));
     let run = pump(
         (&mut cs, &mut ck),
         (&mut es, &mut ek),
-        &mut up,
-        &mut down,
+        [&up, &down],
         HALF_OPEN_IDLE,
     );
     let send = async {
@@ -97,7 +95,7 @@ async fn through_pump(piece: &[u8]) -> u64 {
     };
     let (reason, (), ()) = tokio::join!(run, send, receive);
     assert_eq!(reason, CloseReason::Finished);
-    down.bytes
+    down.bytes()
 }
 
 fn pumping(c: &mut Criterion) {

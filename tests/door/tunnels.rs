@@ -314,6 +314,18 @@ async fn an_idle_tunnel_is_closed_and_a_busy_one_is_not() {
 }
 
 #[tokio::test]
+async fn tunnel_of_a_slow_reader_is_not_idle() {
+    let (door, _services) = start(&["--tunneling-stream-idle-timeout=3s"]).await;
+    let socket = TcpStream::connect(door.tunneling).await.unwrap();
+    let client = Http2::with_window(socket, 65_535).await;
+    let mut slow = client.open(RAW, b"download 100000000\n").await.unwrap();
+    for _ in 0..20 {
+        assert!(slow.hear(16 * 1024).await.len() >= 16 * 1024);
+        tokio::time::sleep(Duration::from_millis(500)).await;
+    }
+}
+
+#[tokio::test]
 async fn clients_outside_the_allowed_networks_are_refused() {
     let (door, _services) = start(&["--tunneling-allowed-networks=10.0.0.0/8,192.0.2.1"]).await;
     assert_eq!(converse(door.tunneling, b"").await, b"");

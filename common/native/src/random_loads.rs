@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use culvert_stream::io::{ReadSource, WriteSink};
-use culvert_stream::pump::{Meter, pump};
+use culvert_stream::pump::{Direction, pump};
 use culvert_stream::{CloseReason, Sink, Source};
 use metrics::Counter;
 use rand::rngs::StdRng;
@@ -183,11 +183,11 @@ async fn carry<S: Source, K: Sink>(
     let lost = CloseReason::EndpointLost;
     let mut from = ReadSource::new(read, Bytes::new(), lost);
     let mut to = WriteSink::new(write, lost);
-    let [mut up, mut down] = [(); 2].map(|()| Meter::new(Counter::noop()));
+    let [up, down] = [(); 2].map(|()| Direction::new(Counter::noop()));
     let (outer, inner) = ((&mut from, &mut to), (&mut source, &mut sink));
     let reason = match is_server {
-        true => pump(outer, inner, &mut up, &mut down, half_open).await,
-        false => pump(inner, outer, &mut up, &mut down, half_open).await,
+        true => pump(outer, inner, [&up, &down], half_open).await,
+        false => pump(inner, outer, [&up, &down], half_open).await,
     };
     (sink, reason)
 }

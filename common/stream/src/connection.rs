@@ -6,7 +6,7 @@ use std::time::Duration;
 use metrics::Counter;
 use tokio::time::Instant;
 
-use super::pump::{Meter, pump};
+use super::pump::{Direction, pump};
 use super::{CloseReason, Sink, Source};
 
 /// End of a connection.
@@ -54,19 +54,19 @@ where
 {
     async move {
         let started = Instant::now();
-        let [mut up, mut down] = bytes.map(Meter::new);
+        let [up, down] = bytes.map(Direction::new);
         let (reason, cut) = tokio::select! {
-            reason = pump(client, endpoint, &mut up, &mut down, half_open) => (reason, false),
+            reason = pump(client, endpoint, [&up, &down], half_open) => (reason, false),
             reason = cut => (reason, true),
         };
         Ended {
             reason,
             cut,
-            client_ended: up.ended.is_some(),
-            to_endpoint: up.bytes,
-            from_endpoint: down.bytes,
+            client_ended: up.ended().is_some(),
+            to_endpoint: up.bytes(),
+            from_endpoint: down.bytes(),
             duration: started.elapsed(),
-            answer_time: up.ended.zip(down.ended).and_then(|(asked, answered)| {
+            answer_time: up.ended().zip(down.ended()).and_then(|(asked, answered)| {
                 answered
                     .checked_duration_since(asked)
                     .filter(|time| !time.is_zero())

@@ -3,13 +3,16 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
+use metrics::Counter;
 use tokio::time::sleep;
 
 /// Progress of the sink of one direction.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Progress {
     /// Bytes that the sink has accepted.
     accepted: AtomicU64,
+    /// Accepted bytes of all connections of the program.
+    total: Counter,
     /// Accepted bytes that the peer had not acknowledged at the last report of the sink. 0 for a sink without reports.
     unacknowledged: AtomicU32,
     /// True once [`stalled`](Self::stalled) was called.
@@ -17,9 +20,25 @@ pub struct Progress {
 }
 
 impl Progress {
+    /// Creates a count at zero for one connection.
+    pub fn new(total: Counter) -> Self {
+        Self {
+            accepted: AtomicU64::new(0),
+            total,
+            unacknowledged: AtomicU32::new(0),
+            is_watched: AtomicBool::new(false),
+        }
+    }
+
     /// Counts bytes that the sink has accepted.
     pub fn add(&self, bytes: usize) {
         self.accepted.fetch_add(bytes as u64, Ordering::Relaxed);
+        self.total.increment(bytes as u64);
+    }
+
+    /// Returns the number of bytes that the sink has accepted.
+    pub fn accepted(&self) -> u64 {
+        self.accepted.load(Ordering::Relaxed)
     }
 
     /// Returns true if a blocked sink should report its unacknowledged bytes at each poll.
@@ -39,10 +58,16 @@ impl Progress {
         // Set before the first poll: a task that polls the sink first then compares two reports of the sink.
         self.is_watched.store(true, Ordering::Relaxed);
         let delivered = || {
-            let accepted = self.accepted.load(Ordering::Relaxed);
-            accepted.wrapping_sub(self.unacknowledged.load(Ordering::Relaxed).into())
+            let unacknowledged = self.unacknowledged.load(Ordering::Relaxed);
+            self.accepted().wrapping_sub(unacknowledged.into())
         };
         idle(delivered, bound)
+    }
+}
+
+impl Default for Progress {
+    fn default() -> Self {
+        Self::new(Counter::noop())
     }
 }
 

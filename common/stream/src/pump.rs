@@ -1,6 +1,7 @@
 //! The pump: one task that moves bytes between the two sides of one connection.
 
 use std::pin::pin;
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -11,25 +12,34 @@ use tokio::time::{Instant, sleep, timeout};
 use super::progress::Progress;
 use super::{CLOSE_STALL, CloseReason, Sink, Source};
 
-/// Byte counter of a direction, for the log line of the connection and for the program.
-#[derive(Clone)]
-pub struct Meter {
-    /// Bytes of all connections of the program.
-    pub total: Counter,
-    /// Bytes of this connection.
-    pub bytes: u64,
-    /// Time of the normal end of the source; `None` before the end.
-    pub ended: Option<Instant>,
+/// One direction of a connection.
+pub struct Direction {
+    /// Progress of the sink.
+    progress: Progress,
+    /// Time of the normal end of the source.
+    ended: OnceLock<Instant>,
+    /// Tells the opposite direction that this direction has ended.
+    done: Notify,
 }
 
-impl Meter {
-    /// Creates a counter at zero for one connection.
+impl Direction {
+    /// Creates the state of a new direction. `total` counts the bytes of all connections of the program.
     pub fn new(total: Counter) -> Self {
         Self {
-            total,
-            bytes: 0,
-            ended: None,
+            progress: Progress::new(total),
+            ended: OnceLock::new(),
+            done: Notify::new(),
         }
+    }
+
+    /// Returns the number of bytes that the sink has accepted.
+    pub fn bytes(&self) -> u64 {
+        self.progress.accepted()
+    }
+
+    /// Returns the time of the normal end of the source; `None` before the end.
+    pub fn ended(&self) -> Option<Instant> {
+        self.ended.get().copied()
     }
 }
 
@@ -46,8 +56,7 @@ impl Meter {
 pub fn pump<CS, CK, ES, EK>(
     client: (&mut CS, &mut CK),
     endpoint: (&mut ES, &mut EK),
-    up: &mut Meter,
-    down: &mut Meter,
+    [up, down]: [&Direction; 2],
     half_open: Duration,
 ) -> impl Future<Output = CloseReason>
 where
@@ -57,22 +66,13 @@ where
     EK: Sink,
 {
     async move {
-        let (upward, downward) = (Direction::default(), Direction::default());
-        let up = one_way(client.0, endpoint.1, up, [&upward, &downward], half_open);
-        let down = one_way(endpoint.0, client.1, down, [&downward, &upward], half_open);
-        match tokio::try_join!(up, down) {
+        let upward = one_way(client.0, endpoint.1, [up, down], half_open);
+        let downward = one_way(endpoint.0, client.1, [down, up], half_open);
+        match tokio::try_join!(upward, downward) {
             Ok(((), ())) => CloseReason::Finished,
             Err(reason) => reason,
         }
     }
-}
-
-/// State of a direction, as visible to the opposite direction.
-#[derive(Default)]
-struct Direction {
-    done: Notify,
-    /// Progress of the sink.
-    progress: Progress,
 }
 
 /// Moves bytes one way. The futures of a send and of the end are boxed: an idle connection waits for its source, and
@@ -84,13 +84,11 @@ struct Direction {
 fn one_way(
     source: &mut impl Source,
     sink: &mut impl Sink,
-    meter: &mut Meter,
     [own, other]: [&Direction; 2],
     half_open: Duration,
 ) -> impl Future<Output = Result<(), CloseReason>> {
     async move {
         while let Some(chunk) = source.recv().await? {
-            let bytes = chunk.len() as u64;
             match Box::pin(send(source, sink, chunk, &own.progress)).await {
                 Sent::Taken => {}
                 Sent::Failed(reason) => {
@@ -111,10 +109,8 @@ fn one_way(
                 // The side that would receive an answer is gone.
                 Sent::GivenUp => return Err(CloseReason::Stalled),
             }
-            meter.bytes += bytes;
-            meter.total.increment(bytes);
         }
-        meter.ended = Some(Instant::now());
+        let _ = own.ended.set(Instant::now());
         Box::pin(finish(source, sink, [own, other], half_open)).await
     }
 }
@@ -215,6 +211,11 @@ mod tests {
         WriteSink<WriteHalf<DuplexStream>>,
     );
 
+    /// Returns the directions of a connection with counters that nobody reads.
+    fn directions() -> [Direction; 2] {
+        [(); 2].map(|()| Direction::new(Counter::noop()))
+    }
+
     fn halves(stream: DuplexStream, lost: CloseReason) -> Halves {
         let (read, write) = split(stream);
         (
@@ -229,13 +230,11 @@ mod tests {
         let (far, mut endpoint) = duplex(64);
         let (mut cs, mut ck) = halves(near, CloseReason::ClientLost);
         let (mut es, mut ek) = halves(far, CloseReason::EndpointLost);
-        let mut up = Meter::new(Counter::noop());
-        let mut down = Meter::new(Counter::noop());
+        let [up, down] = directions();
         let run = pump(
             (&mut cs, &mut ck),
             (&mut es, &mut ek),
-            &mut up,
-            &mut down,
+            [&up, &down],
             HALF_OPEN_IDLE,
         );
         let talk = async {
@@ -255,7 +254,7 @@ mod tests {
             ("question", "a longer answer")
         );
         assert_eq!(reason, CloseReason::Finished);
-        assert_eq!((up.bytes, down.bytes), (8, 15));
+        assert_eq!((up.bytes(), down.bytes()), (8, 15));
     }
 
     #[tokio::test(start_paused = true)]
@@ -264,8 +263,7 @@ mod tests {
         let (far, mut endpoint) = duplex(64);
         let (mut cs, mut ck) = halves(near, CloseReason::ClientLost);
         let (mut es, mut ek) = halves(far, CloseReason::EndpointLost);
-        let mut up = Meter::new(Counter::noop());
-        let mut down = Meter::new(Counter::noop());
+        let [up, down] = directions();
         let started = tokio::time::Instant::now();
         let talk = async {
             client.shutdown().await.unwrap();
@@ -275,13 +273,12 @@ mod tests {
         let run = pump(
             (&mut cs, &mut ck),
             (&mut es, &mut ek),
-            &mut up,
-            &mut down,
+            [&up, &down],
             HALF_OPEN_IDLE,
         );
         let (reason, ()) = tokio::join!(run, talk);
         assert_eq!(reason, CloseReason::HalfOpenIdle);
-        assert_eq!(down.bytes, 4);
+        assert_eq!(down.bytes(), 4);
         assert_eq!(started.elapsed(), HALF_OPEN_IDLE * 2);
     }
 
@@ -291,10 +288,10 @@ mod tests {
         let (far, mut endpoint) = duplex(64);
         let (mut cs, mut ck) = halves(near, CloseReason::ClientLost);
         let (mut es, mut ek) = halves(far, CloseReason::EndpointLost);
-        let (mut up, mut down) = (Meter::new(Counter::noop()), Meter::new(Counter::noop()));
+        let [up, down] = directions();
         let (client_side, endpoint_side) = ((&mut cs, &mut ck), (&mut es, &mut ek));
         let bound = HALF_OPEN_IDLE * 12;
-        let run = pump(client_side, endpoint_side, &mut up, &mut down, bound);
+        let run = pump(client_side, endpoint_side, [&up, &down], bound);
         let talk = async {
             client.shutdown().await.unwrap();
             sleep(HALF_OPEN_IDLE * 3).await;
@@ -317,13 +314,11 @@ mod tests {
         let mut es = es;
         let (gone, _) = duplex(1);
         let (_, mut ek) = halves(gone, CloseReason::EndpointLost);
-        let mut up = Meter::new(Counter::noop());
-        let mut down = Meter::new(Counter::noop());
+        let [up, down] = directions();
         let run = pump(
             (&mut cs, &mut ck),
             (&mut es, &mut ek),
-            &mut up,
-            &mut down,
+            [&up, &down],
             HALF_OPEN_IDLE,
         );
         let talk = async {
@@ -364,13 +359,13 @@ mod tests {
         }
     }
 
-    /// Pumps with counters that nobody reads.
+    /// Pumps until the connection ends.
     async fn between(
         client: (&mut impl Source, &mut impl Sink),
         endpoint: (&mut impl Source, &mut impl Sink),
     ) -> CloseReason {
-        let [mut up, mut down] = [(); 2].map(|()| Meter::new(Counter::noop()));
-        pump(client, endpoint, &mut up, &mut down, HALF_OPEN_IDLE).await
+        let [up, down] = directions();
+        pump(client, endpoint, [&up, &down], HALF_OPEN_IDLE).await
     }
 
     #[tokio::test(start_paused = true)]
@@ -511,15 +506,13 @@ mod tests {
         let (far, mut endpoint) = duplex(64);
         let (mut cs, mut ck) = halves(near, CloseReason::ClientLost);
         let (mut es, mut ek) = halves(far, CloseReason::EndpointLost);
-        let mut up = Meter::new(Counter::noop());
-        let mut down = Meter::new(Counter::noop());
+        let [up, down] = directions();
         drop(client);
         endpoint.write_all(b"nobody reads this").await.unwrap();
         let run = pump(
             (&mut cs, &mut ck),
             (&mut es, &mut ek),
-            &mut up,
-            &mut down,
+            [&up, &down],
             HALF_OPEN_IDLE,
         );
         assert_eq!(run.await, CloseReason::ClientLost);

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
 use culvert_stream::progress::Progress;
-use culvert_stream::pump::{Meter, pump};
+use culvert_stream::pump::{Direction, pump};
 use culvert_stream::{CLOSE_STALL, HALF_OPEN_IDLE};
 use http::{Request, Response};
 use metrics::Counter;
@@ -749,16 +749,14 @@ async fn gives_up_a_stuck_endpoint(ends_first: bool) {
     let mut link = Link::new().await;
     let tasks = TaskTracker::new();
     let ((_near, mut to_far), (mut far, mut to_near)) = link.open().await;
-    let mut meters = [(); 2].map(|()| Meter::new(Counter::noop()));
-    let [up, down] = &mut meters;
+    let [up, down] = [(); 2].map(|()| Direction::new(Counter::noop()));
     let started = Instant::now();
     {
         let (mut quiet, mut stuck) = (Quiet, Stuck);
         let run = pump(
             (&mut far, &mut to_near),
             (&mut quiet, &mut stuck),
-            up,
-            down,
+            [&up, &down],
             HALF_OPEN_IDLE,
         );
         tokio::pin!(run);
