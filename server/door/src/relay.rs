@@ -86,6 +86,8 @@ struct Direction<'a> {
     /// Largest number of bytes that a pipe moves at a time; 0 until known.
     at_a_time: AtomicUsize,
     done: Notify,
+    /// Set once `to` has got the end of the stream.
+    ended: AtomicBool,
     /// Set when `to` has reset the connection. The kernel reports ECONNRESET once; a later read of 0 from the
     /// socket is not an end of stream.
     reset: AtomicBool,
@@ -138,7 +140,7 @@ pub(crate) struct Ended {
 impl<'a> Relay<'a> {
     /// Moves bytes until both directions have ended, one direction has failed, or the connection was idle for
     /// too long. The caller then closes both sockets, which passes on the last end of stream, or a reset if the client's
-    /// bytes are incomplete. Dropping the future has the same effect.
+    /// bytes are incomplete. If the future is dropped, the endpoint gets a reset.
     pub(crate) async fn run(&self) -> Ended {
         let direction = |from: &Side<'a>, to: &Side<'a>, total: &'a AtomicU64| Direction {
             from: from.socket,
@@ -150,6 +152,7 @@ impl<'a> Relay<'a> {
             moved: AtomicU64::new(0),
             at_a_time: AtomicUsize::new(0),
             done: Notify::new(),
+            ended: AtomicBool::new(false),
             reset: AtomicBool::new(false),
             lost: [from.lost, to.lost],
         };
@@ -168,10 +171,11 @@ impl<'a> Relay<'a> {
             reason = both => reason,
             reason = watch([&up.moved, &down.moved], self.idle, sides) => Some(reason),
         };
-        if !matches!(
+        let is_ordinary = !matches!(
             reason,
             Some(CloseReason::ClientLost | CloseReason::IdleTimeout)
-        ) {
+        );
+        if is_ordinary || up.ended.load(Ordering::Relaxed) {
             reset.disarm();
         }
         if reason == Some(CloseReason::EndpointLost) {
@@ -250,6 +254,7 @@ impl Direction<'_> {
                 }
             }
         }
+        self.ended.store(true, Ordering::Relaxed);
         self.done.notify_one();
         // If the other direction has ended too, the caller closes both sockets; this saves the shutdown call.
         if other.done.notified().now_or_never().is_some() {

@@ -1,5 +1,6 @@
 #![allow(clippy::unwrap_used, clippy::indexing_slicing, clippy::panic)]
 
+use culvert_host::net::options::tcp_info;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
@@ -7,6 +8,10 @@ use tokio::time::timeout;
 
 use super::*;
 use crate::config::Limits;
+
+/// States of TCP in Linux.
+const ESTABLISHED: u8 = 1;
+const CLOSE_WAIT: u8 = 8;
 
 type Relayed = JoinHandle<(Ended, [u64; 2])>;
 
@@ -235,6 +240,41 @@ async fn half_closed_connection_ends_if_the_client_resets_it() {
     // The clock is paused: the limit counts checks, not processor time.
     let ended = timeout(Duration::from_secs(60), relay).await.unwrap();
     assert_eq!(ended.unwrap().0.reason, Some(CloseReason::ClientLost));
+}
+
+/// The client closes its socket after its last byte, and the endpoint's answer makes the client's kernel reset the
+/// connection while the endpoint has not read all bytes.
+#[tokio::test]
+async fn whole_upload_arrives_although_its_client_refuses_the_answer() {
+    let (mut client, near) = pair().await;
+    let (far, mut endpoint) = pair().await;
+    SockRef::from(&endpoint)
+        .set_recv_buffer_size(16 * 1024)
+        .unwrap();
+    let [near_side, far_side] =
+        [&near, &far].map(|socket| SockRef::from(socket).try_clone().unwrap());
+    let relay = relay(near, far, Duration::MAX, true);
+    let upload = pattern(1_000_000);
+    client.write_all(&upload).await.unwrap();
+    drop(client);
+    let changed = async |socket: &socket2::Socket, from: u8| {
+        let reached = async {
+            while tcp_info(socket).unwrap().tcpi_state == from {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        timeout(Duration::from_secs(30), reached).await.unwrap();
+    };
+    changed(&far_side, ESTABLISHED).await;
+    endpoint.write_all(b"refused").await.unwrap();
+    changed(&near_side, CLOSE_WAIT).await;
+    endpoint.write_all(b"refused again").await.unwrap();
+    let ended = timeout(Duration::from_secs(30), relay).await.unwrap();
+    assert_eq!(ended.unwrap().0.reason, Some(CloseReason::ClientLost));
+    drop((near_side, far_side));
+    let mut received = Vec::new();
+    endpoint.read_to_end(&mut received).await.unwrap();
+    assert!(received == upload, "{} bytes", received.len());
 }
 
 #[tokio::test]
