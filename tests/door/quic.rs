@@ -371,3 +371,14 @@ async fn flow_ends_once_the_service_no_longer_allows_its_client() {
     door.route(&allowed("192.0.2.0/24")).await;
     has_flows(&door, 0.0).await;
 }
+
+#[tokio::test]
+async fn flow_ends_once_another_service_owns_the_endpoint_and_does_not_allow_its_client() {
+    let one = QuicEndpoint::start(NAME);
+    let door = door(&[one.upstream("ns/one", NAME)], &[]).await;
+    let _connection = one.answers(door.sni, NAME).await;
+    has_flows(&door, 1.0).await;
+    let two = one.upstream("ns/two", NAME).allowed("192.0.2.0/24");
+    door.route(&[two]).await;
+    has_flows(&door, 0.0).await;
+}

@@ -11,7 +11,7 @@ use culvert_native::quic::connection_id::Tag;
 use parking_lot::{Mutex, RwLock};
 use tracing::info;
 
-use super::routes::{Backend, Routes, UpstreamKey};
+use super::routes::{Routes, UpstreamKey};
 use super::upstream::Upstream;
 
 /// The table in which every new connection finds its upstream.
@@ -97,8 +97,9 @@ impl Table {
         for (key, upstream) in &before.upstreams {
             if !upstreams.contains_key(key) {
                 change.removed += 1;
-                // A client that looked up the upstream a moment ago finds no endpoint.
-                upstream.set_backend(&Backend::default());
+                // A client that looked up the upstream a moment ago finds no endpoint. A QUIC flow already has its endpoint:
+                // the upstream keeps its permitted networks.
+                upstream.retire();
                 retired.insert(key.clone(), Arc::downgrade(upstream));
             }
         }
@@ -149,11 +150,18 @@ impl Table {
         permitted.or(found.first()).cloned()
     }
 
-    /// Returns true if the routes contain the UDP address of an endpoint.
-    pub(crate) fn has_quic_endpoint(&self, address: SocketAddr) -> bool {
+    /// Returns true if `is_match` holds for an upstream with the UDP address of an endpoint. `None` if the routes do not contain
+    /// the address.
+    pub(crate) fn any_with_quic_endpoint(
+        &self,
+        address: SocketAddr,
+        is_match: impl Fn(&Upstream) -> bool,
+    ) -> Option<bool> {
         let current = self.current.read();
-        let found = current.tags.get(&Tag::of(address));
-        found.is_some_and(|found| found.iter().any(|(_, endpoint)| *endpoint == address))
+        let found = current.tags.get(&Tag::of(address))?;
+        let of_address = found.iter().filter(|(_, endpoint)| *endpoint == address);
+        let matches = of_address.map(|(upstream, _)| is_match(upstream));
+        matches.reduce(|any, next| any || next)
     }
 
     /// Returns the wanted node ports.
@@ -194,7 +202,7 @@ mod tests {
     use culvert_host::net::networks::Networks;
 
     use super::*;
-    use crate::routes::QuicPort;
+    use crate::routes::{Backend, QuicPort};
 
     fn backend(endpoint: SocketAddr) -> Backend {
         Backend {
@@ -285,8 +293,14 @@ mod tests {
         assert_eq!(found(udp, "10.0.0.9"), Some((key("a"), udp.to_owned())));
         assert_eq!(found("10.0.0.1:1", "10.0.0.9"), None);
         assert_eq!(found("10.0.0.1:2", "10.0.0.9"), None, "b serves no QUIC");
+        let upstream = table.upstreams().swap_remove(0);
+        let permits = |client: &str| upstream.permits(client.parse().unwrap());
+        assert!(permits("192.0.2.1") && !permits("10.0.0.9"));
         table.apply(Routes::default());
         assert_eq!(found(udp, "10.0.0.9"), None);
+        // Flows may still use the upstream.
+        assert_eq!(upstream.endpoint_count(), 0);
+        assert!(permits("192.0.2.1") && !permits("10.0.0.9"));
     }
 
     #[test]

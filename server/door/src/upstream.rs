@@ -152,6 +152,15 @@ impl Upstream {
         changed
     }
 
+    /// Removes the endpoints of an upstream that has left the routes.
+    pub(crate) fn retire(&self) {
+        let allowed = self.backend.read().allowed.clone();
+        self.set_backend(&Backend {
+            allowed,
+            ..Backend::default()
+        });
+    }
+
     /// Returns true if a client with this address may connect.
     pub(crate) fn permits(&self, address: IpAddr) -> bool {
         let backend = self.backend.read();

@@ -230,14 +230,18 @@ impl Flows {
         let front = self.front.clone();
         let end_of = |(client, endpoint): &Key, flow: &Flow| {
             let is_silent = flow.unanswered(now) >= IDLE;
+            // Another Service may have taken over the endpoint.
+            let is_permitted = front
+                .table
+                .any_with_quic_endpoint(*endpoint, |upstream| permits(&front, upstream, *client));
             if flow.is_refused() {
                 Some(CloseReason::EndpointLost)
             } else if flow.idle(now) >= IDLE {
                 Some(CloseReason::IdleTimeout)
-            } else if !permits(&front, &flow.upstream, *client) {
+            } else if !permits(&front, &flow.upstream, *client) || is_permitted == Some(false) {
                 front.metrics.refused(Entrance::Quic, Refusal::Address);
                 Some(CloseReason::Shutdown)
-            } else if is_silent && !front.table.has_quic_endpoint(*endpoint) {
+            } else if is_silent && is_permitted.is_none() {
                 Some(CloseReason::EndpointLost)
             } else {
                 None
