@@ -7,6 +7,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use culvert_host::net::listen::reset;
 use culvert_host::net::options::unacknowledged;
+use culvert_host::net::silence::is_over;
 use culvert_konnectivity::message::PacketType;
 use culvert_konnectivity::metrics::Segment;
 use culvert_native::control::{self, Control};
@@ -230,7 +231,8 @@ pub(crate) async fn carry<S: Source, K: Sink>(
     end: impl FnOnce(K, CloseReason),
 ) {
     let (read, write) = socket.into_split();
-    let mut source = ReadSource::new(read, Bytes::new(), CloseReason::EndpointLost);
+    let mut source = ReadSource::new(read, Bytes::new(), CloseReason::EndpointLost)
+        .watched(|read| is_over(read.as_ref()));
     let mut sink = WriteSink::new(write, CloseReason::EndpointLost)
         .measured(|write| unacknowledged(write.as_ref()));
     let ended = run_connection(

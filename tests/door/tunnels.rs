@@ -325,6 +325,42 @@ async fn tunnel_of_a_slow_reader_is_not_idle() {
     }
 }
 
+/// Resets a connection.
+fn reset(stream: TcpStream) {
+    let socket = socket2::SockRef::from(&stream);
+    socket.set_linger(Some(Duration::ZERO)).unwrap();
+    drop(stream);
+}
+
+#[tokio::test]
+async fn reset_after_a_half_close_ends_a_tunnel() {
+    let (door, services) = start(&[]).await;
+    let mut client = http1(&door, SILENT).await;
+    client.shutdown().await.unwrap();
+    let abrupt = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let mut upstreams = routes(&services).await;
+    upstreams[4].endpoints = vec![abrupt.local_addr().unwrap()];
+    door.route(&upstreams).await;
+    let http2 = Http2::connect(door.tunneling).await;
+    let (tunnel, accepted) = tokio::join!(http2.open(GONE, b""), abrupt.accept());
+    let (mut endpoint, mut tunnel) = (accepted.unwrap().0, tunnel.unwrap());
+    endpoint.shutdown().await.unwrap();
+    assert!(tunnel.hear(1).await.is_empty());
+    reset(client);
+    reset(endpoint);
+    for reason in ["client_lost", "endpoint_lost"] {
+        let lost = format!("a connection ends as {reason}");
+        culvert_tests::eventually(&lost, LIMIT, async || {
+            let closed = [("reason", reason)];
+            let count = door
+                .value("culvert_connections_closed_total", &closed)
+                .await;
+            (count == 1.0).then_some(()).ok_or(count)
+        })
+        .await;
+    }
+}
+
 #[tokio::test]
 async fn clients_outside_the_allowed_networks_are_refused() {
     let (door, _services) = start(&["--tunneling-allowed-networks=10.0.0.0/8,192.0.2.1"]).await;

@@ -57,10 +57,21 @@ pub(crate) struct ClientHandler<R> {
     warned: Mutex<HashMap<Refusal, Instant>>,
 }
 
-/// Returns the read and write halves of a client's socket.
-pub(crate) fn client_halves(stream: TcpStream) -> (ClientSocket, ClientSocket) {
+/// Returns the source and the sink of a client's socket.
+pub(crate) fn client_halves(stream: TcpStream) -> Halves<ClientSocket, ClientSocket> {
     let socket = Socket::new(Arc::new(stream), false);
-    (socket.clone(), socket)
+    let (source, sink) = halves_of(socket.clone(), socket);
+    (
+        source.watched(Socket::is_over),
+        sink.measured(Socket::unacknowledged),
+    )
+}
+
+/// Returns the source and the sink of a client.
+fn halves_of<I, O>(read: I, write: O) -> Halves<I, O> {
+    let lost = CloseReason::ClientLost;
+    let source = ReadSource::new(read, Bytes::new(), lost);
+    (source, WriteSink::new(write, lost))
 }
 
 /// Reason why a client got no stream.
@@ -111,6 +122,9 @@ pub(crate) enum Refused {
 
 type ClientSocket = Socket<Arc<TcpStream>>;
 
+/// Source and sink of a client.
+type Halves<I, O> = (ReadSource<I>, WriteSink<O>);
+
 /// A CONNECT stream that the proxy accepted.
 struct AcceptedStream {
     source: NativeSource,
@@ -144,11 +158,11 @@ impl<R: Reach> ClientHandler<R> {
     }
 
     /// Opens a stream for one client, then serves the client on the thread that drives the stream's
-    /// connection. `client` returns the client's read and write halves, for use on the thread that calls the
+    /// connection. `client` returns the client's source and sink, for use on the thread that calls the
     /// closure.
     pub(crate) async fn serve<C, I, O>(self: Arc<Self>, client: C, peer: SocketAddr)
     where
-        C: FnOnce() -> io::Result<(I, O)> + Send + 'static,
+        C: FnOnce() -> io::Result<Halves<I, O>> + Send + 'static,
         I: AsyncRead + Unpin + Send + 'static,
         O: AsyncWrite + Unpin + Send + 'static,
     {
@@ -169,8 +183,8 @@ impl<R: Reach> ClientHandler<R> {
             Err(refused) => {
                 drop(share);
                 self.refuse(&refused, peer);
-                if let Ok((read, write)) = client() {
-                    linger_close(read, write).await;
+                if let Ok((source, sink)) = client() {
+                    linger_close(source.into_inner(), sink.into_inner()).await;
                 }
                 return;
             }
@@ -255,7 +269,7 @@ impl<R: Reach> ClientHandler<R> {
     ) -> impl Future<Output = ()> + Send + 'static
     where
         H: Send + Sync + 'static,
-        C: FnOnce() -> io::Result<(I, O)> + Send + 'static,
+        C: FnOnce() -> io::Result<Halves<I, O>> + Send + 'static,
         I: AsyncRead + Unpin + Send + 'static,
         O: AsyncWrite + Unpin + Send + 'static,
     {
@@ -268,7 +282,7 @@ impl<R: Reach> ClientHandler<R> {
         async move {
             // Borrowed, because the task would keep a second copy of a moved value.
             let _held = &held;
-            let (read, write) = match client() {
+            let (mut from_client, mut to_client) = match client() {
                 Ok(halves) => halves,
                 Err(error) => {
                     warn!(%peer, %error, "cannot serve an accepted connection");
@@ -276,8 +290,6 @@ impl<R: Reach> ClientHandler<R> {
                     return sink.end(CloseReason::ClientLost, &self.tasks);
                 }
             };
-            let mut from_client = ReadSource::new(read, Bytes::new(), CloseReason::ClientLost);
-            let mut to_client = WriteSink::new(write, CloseReason::ClientLost);
             let cut = pin!(async {
                 self.cut.cancelled().await;
                 CloseReason::Shutdown

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use culvert_host::net::listen::reset;
 use culvert_host::net::options::unacknowledged;
+use culvert_host::net::silence::is_over;
 use culvert_openvpn::flows::{Closed, Refusal, Unreachable};
 use culvert_openvpn_io::stream::{Broken, Incoming, Stream};
 use culvert_stream::connection::run_connection;
@@ -104,7 +105,8 @@ async fn carry(
 ) {
     let agent = &tunnel.agent;
     let (read, write) = socket.into_split();
-    let mut source = ReadSource::new(read, Bytes::new(), CloseReason::EndpointLost);
+    let mut source = ReadSource::new(read, Bytes::new(), CloseReason::EndpointLost)
+        .watched(|read| is_over(read.as_ref()));
     let mut sink = WriteSink::new(write, CloseReason::EndpointLost)
         .measured(|write| unacknowledged(write.as_ref()));
     let (mut tunnel_source, mut tunnel_sink) = stream.halves(reason);

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use culvert_host::net::listen::reset;
 use culvert_host::net::options::unacknowledged;
+use culvert_host::net::silence::is_over;
 use culvert_konnectivity::agent_mux::closed;
 use culvert_konnectivity::inbox;
 use culvert_konnectivity::message::{ConnectId, DialId, MAX_DATA_BYTES, Message};
@@ -138,7 +139,8 @@ impl Endpoint {
             connection,
             first_byte_gate: first_byte_gate.clone(),
         };
-        let mut source = ReadSource::new(read, Bytes::new(), CloseReason::EndpointLost);
+        let mut source = ReadSource::new(read, Bytes::new(), CloseReason::EndpointLost)
+            .watched(|read| is_over(read.as_ref()));
         let mut sink = WriteSink::new(write, CloseReason::EndpointLost)
             .measured(|write| unacknowledged(write.as_ref()));
         let server_gone = async {

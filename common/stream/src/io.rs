@@ -1,6 +1,6 @@
 //! [`Source`] and [`Sink`] over byte streams: sockets and TLS streams.
 
-use std::future::poll_fn;
+use std::future::{pending, poll_fn};
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -24,6 +24,9 @@ pub const LARGE_READ_BYTES: usize = 4 * (64 * 1024 - 64);
 /// buffer alive.
 const COPY_BYTES: usize = 512;
 
+/// Pause between two looks for a reset of a connection whose peer has ended its direction.
+pub const RESET_LOOK: Duration = Duration::from_secs(10);
+
 /// Source that reads from a byte stream. The read buffer grows while reads fill it, and shrinks when reads
 /// are small.
 pub struct ReadSource<R> {
@@ -32,6 +35,7 @@ pub struct ReadSource<R> {
     size: usize,
     /// Limit for reads; the sink charges the bytes.
     allowance: Option<Arc<Allowance>>,
+    is_over: Option<fn(&R) -> bool>,
     lost: CloseReason,
 }
 
@@ -44,8 +48,17 @@ impl<R> ReadSource<R> {
             buffer: BytesMut::from(early),
             size: SMALL_READ_BYTES,
             allowance: None,
+            is_over: None,
             lost,
         }
+    }
+
+    /// Lets the source notice a reset after its end. `is_over` tells whether the peer has reset the connection: nothing
+    /// reads from a stream that has ended, so only a look at the socket finds the reset.
+    #[must_use]
+    pub fn watched(mut self, is_over: fn(&R) -> bool) -> Self {
+        self.is_over = Some(is_over);
+        self
     }
 
     /// Limits each read to the amount that `allowance` permits. The sink must charge the bytes to the same
@@ -116,6 +129,16 @@ impl<R: AsyncRead + Unpin + Send> Source for ReadSource<R> {
             self.size = (self.size / 4).max(SMALL_READ_BYTES);
         }
         Ok(Some(self.take()))
+    }
+
+    async fn aborted(&mut self) -> CloseReason {
+        let Some(is_over) = self.is_over else {
+            return pending().await;
+        };
+        while !is_over(&self.reader) {
+            sleep(RESET_LOOK).await;
+        }
+        self.lost
     }
 }
 

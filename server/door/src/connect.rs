@@ -26,17 +26,18 @@ use culvert_host::net::dial::split_host_port;
 use culvert_host::net::networks::Networks;
 use culvert_host::net::proxy_protocol::{Origin, UNEXPECTED_HEADER, is_header};
 use culvert_host::net::readahead::ReadAhead;
+use culvert_host::net::silence::is_over;
 use culvert_host::net::socket::{ResetOnDrop, Socket};
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_host::tls::reload::ServerTls;
 use culvert_stream::allowance::Allowance;
 use culvert_stream::connection::run_connection;
-use culvert_stream::io::{ReadSource, WriteSink, linger_close};
+use culvert_stream::io::{RESET_LOOK, ReadSource, WriteSink, linger_close};
 use culvert_stream::{CloseReason, HALF_OPEN_IDLE, Sink, Source, log_closed};
 use rustix::net::{RecvFlags, recv};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 use tracing::{debug, info, warn};
 
@@ -91,6 +92,25 @@ pub(crate) struct ConnectListener {
     pub sessions: Arc<Sessions>,
     /// Allowance for the bytes of all clients except uploads over HTTP/2, see [`unread`].
     pub unread: Arc<Allowance>,
+}
+
+/// Source of an HTTP/1.1 client's bytes, which notices a reset after their end.
+struct ClientSource<'a, R> {
+    inner: ReadSource<R>,
+    socket: &'a TcpStream,
+}
+
+impl<R: AsyncRead + Unpin + Send> Source for ClientSource<'_, R> {
+    async fn recv(&mut self) -> Result<Option<Bytes>, CloseReason> {
+        self.inner.recv().await
+    }
+
+    async fn aborted(&mut self) -> CloseReason {
+        while !is_over(self.socket) {
+            sleep(RESET_LOOK).await;
+        }
+        CloseReason::ClientLost
+    }
 }
 
 /// Returns the set of HTTP/2 connections with the bounds of a memory limit in bytes, and shows the number of connections that
@@ -353,7 +373,10 @@ impl ConnectListener {
         let lost = CloseReason::ClientLost;
         let unread = &self.unread;
         let source = ReadSource::new(read, received.freeze(), lost);
-        let mut source = source.within(Some(unread.clone()));
+        let mut source = ClientSource {
+            inner: source.within(Some(unread.clone())),
+            socket,
+        };
         let mut sink = WriteSink::new(write, lost).within(Some(unread.clone()));
         let client = (&mut source, &mut sink);
         let reason = self
@@ -370,7 +393,7 @@ impl ConnectListener {
         drop(connected);
         counted.end(reason);
         if reason == CloseReason::EndpointLost {
-            linger_close(source.into_inner(), sink.into_inner()).await;
+            linger_close(source.inner.into_inner(), sink.into_inner()).await;
         }
     }
 
@@ -458,7 +481,9 @@ impl ConnectListener {
             let lost = CloseReason::EndpointLost;
             let both = Socket::new(stream, false);
             let uploads = socket.map(|_| unread.clone());
-            let mut source = ReadSource::new(both.clone(), Bytes::new(), lost).within(Some(unread));
+            let mut source = ReadSource::new(both.clone(), Bytes::new(), lost)
+                .within(Some(unread))
+                .watched(Socket::is_over);
             let mut sink = WriteSink::new(both, lost)
                 .within(uploads)
                 .measured(Socket::unacknowledged);

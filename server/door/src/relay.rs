@@ -19,6 +19,7 @@ use culvert_host::net::long_path::is_long;
 use culvert_host::net::options::unacknowledged;
 use culvert_host::net::silence::is_over;
 use culvert_host::net::socket::{ResetOnDrop, read_once};
+use culvert_stream::io::RESET_LOOK;
 use culvert_stream::progress::idle;
 use culvert_stream::{CLOSE_STALL, CloseReason};
 use futures_util::FutureExt as _;
@@ -45,9 +46,6 @@ const TURN_BYTES: usize = 1024 * 1024;
 /// Bytes after which a hand-over to another thread pays off. A hand-over costs two wake-ups and four
 /// registrations.
 const BULK_BYTES: u64 = 1024 * 1024;
-
-/// Pause between two checks of a half-open connection for a reset.
-const RESET_LOOK: Duration = Duration::from_secs(10);
 
 /// Time limit for discarding unread input at the end of a connection, see [`Relay::settle`].
 const SETTLE: Duration = Duration::from_secs(2);

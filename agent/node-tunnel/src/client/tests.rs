@@ -8,7 +8,9 @@ use culvert_host::runtime::shards::Shards;
 use culvert_stream::{Sink as _, Source as _};
 use http::Response;
 use http::uri::Authority;
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex, split};
+use tokio::io::{
+    AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, ReadHalf, WriteHalf, duplex, split,
+};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio::time::sleep;
@@ -56,7 +58,10 @@ impl Node {
 
     fn client_from(&self, peer: SocketAddr) -> DuplexStream {
         let (client, near) = duplex(64 * 1024);
-        let serve = self.handler.clone().serve(|| Ok(split(near)), peer);
+        let serve = self
+            .handler
+            .clone()
+            .serve(|| Ok(halves_of_duplex(near)), peer);
         self.tasks.spawn(serve);
         client
     }
@@ -296,6 +301,13 @@ async fn stream_reset_closes_only_its_client() {
         .await;
 }
 
+fn halves_of_duplex(
+    stream: DuplexStream,
+) -> Halves<ReadHalf<DuplexStream>, WriteHalf<DuplexStream>> {
+    let (read, write) = split(stream);
+    halves_of(read, write)
+}
+
 /// Connects a client over TCP.
 async fn tcp_client(node: &Node) -> TcpStream {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -393,7 +405,7 @@ async fn each_client_is_served_by_the_thread_of_its_connection() {
         let sender = sender.clone();
         let near = move || {
             sender.send(Shards::current()).unwrap();
-            Ok(split(near))
+            Ok(halves_of_duplex(near))
         };
         node.tasks.spawn(node.handler.clone().serve(near, PEER));
         let far = node.accept().await;

@@ -15,6 +15,7 @@ use tokio::net::TcpStream;
 
 use super::listen::reset_on_close;
 use super::options::unacknowledged;
+use super::silence::is_over;
 
 /// Resets a connection when dropped, unless [`disarmed`](Self::disarm): after an ordinary close, the peer would take the
 /// bytes so far for all bytes. The value must be dropped before the socket.
@@ -68,6 +69,11 @@ impl<T: Deref<Target = TcpStream>> Socket<T> {
     /// Returns how many written bytes the peer has not acknowledged, see [`unacknowledged`].
     pub fn unacknowledged(&self) -> Option<u32> {
         unacknowledged(&*self.socket)
+    }
+
+    /// Returns true if the peer has reset the connection, see [`is_over`].
+    pub fn is_over(&self) -> bool {
+        is_over(&*self.socket)
     }
 }
 
