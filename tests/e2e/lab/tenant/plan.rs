@@ -35,6 +35,7 @@ impl Plan {
                 });
             } else if let Some(step) = steps.last_mut() {
                 if let Some(command) = line.strip_prefix("     ") {
+                    let command = command.strip_suffix("  # KKP only").unwrap_or(command);
                     // The operator stops at a failed command anyway.
                     let command = command.strip_suffix(" &&").unwrap_or(command);
                     step.commands.push(command.to_owned());
