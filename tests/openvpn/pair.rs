@@ -1,15 +1,49 @@
 //! Our server with our agent, without a stock OpenVPN program.
 
+use std::net::SocketAddrV4;
 use std::time::Duration;
 
 use culvert_tests::namespace::alone;
 use culvert_tests::openvpn::cluster::{NODE, POD, SEED};
 use culvert_tests::openvpn::pki::Pair;
-use culvert_tests::openvpn::scenario::BULK;
+use culvert_tests::openvpn::scenario::{BULK, Dial as _};
 use culvert_tests::openvpn::{Cluster, OpenVpn, scenario};
+use culvert_tests::topology::PATIENCE;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::time::timeout;
 
 use crate::agent::{Agent, platform_file};
 use crate::server::Server;
+
+/// Port of a service that refuses uploads.
+const REFUSING: u16 = 7010;
+
+/// Checks the answer of a service that refuses uploads: the service answers, then closes without reading the rest.
+async fn early_answers_arrive(server: &Server, cluster: &Cluster) {
+    const ANSWER: &[u8] = b"413 too large\n";
+    let at = SocketAddrV4::new(POD, REFUSING);
+    let listener = cluster.node.listen(at);
+    for _ in 0..20 {
+        let mut stream = server.dial(at).await.unwrap();
+        let refuse = async {
+            let (mut socket, _) = listener.accept().await.unwrap();
+            socket.read_exact(&mut [0; 1024]).await.unwrap();
+            socket.write_all(ANSWER).await.unwrap();
+            // Unread input turns this close into a reset.
+            drop(socket);
+        };
+        let ask = async {
+            // The tunnel may close the connection during the upload.
+            stream.write_all(&[7; 64 << 10]).await.ok();
+            let mut answer = vec![0; ANSWER.len()];
+            stream.read_exact(&mut answer).await.unwrap();
+            answer
+        };
+        let both = async { tokio::join!(refuse, ask) };
+        let ((), answer) = timeout(PATIENCE, both).await.unwrap();
+        assert_eq!(answer, ANSWER);
+    }
+}
 
 /// Runs our server and our agent over one transport. The caller must be in the namespaces of [`alone`].
 async fn need_nobody_else(proto: &str) {
@@ -37,6 +71,7 @@ async fn need_nobody_else(proto: &str) {
     }
     scenario::carries_many(&server, POD, 50).await;
     scenario::refuses(&server, POD).await;
+    early_answers_arrive(&server, &cluster).await;
     assert!(agent.metric("rekeys_total", &[]).await >= 1.0);
 
     // The server is replaced.

@@ -121,7 +121,7 @@ async fn carry(
     .await;
     agent.closed(ended.reason);
     log_closed!(ended, %client, destination = %target);
-    // Dropping the halves resets the flow unless both directions had ended.
+    // Without an end of its direction, the flow is reset after the bytes that the endpoint has sent.
     drop((tunnel_source, tunnel_sink));
     if !ended.is_complete() {
         reset(source.into_inner(), sink.into_inner());

@@ -73,7 +73,10 @@ struct State {
     up_bytes: usize,
     up_end: bool,
     writer: Option<Waker>,
-    aborted: bool,
+    /// True once the owner was told to close the direction to the peer.
+    closed: bool,
+    /// True if the flow is reset once the peer has acknowledged everything.
+    resets: bool,
 }
 
 /// Action required from the owner after [`Pipe::take`].
@@ -81,10 +84,10 @@ struct State {
 pub(super) enum Next {
     /// No action.
     Nothing,
-    /// Close the direction to the peer.
+    /// Close the direction to the peer. Returned once.
     Close,
-    /// Reset the flow.
-    Abort,
+    /// Reset the flow once the peer has acknowledged everything.
+    Reset,
 }
 
 // Methods for the owner and the handles.
@@ -160,9 +163,6 @@ impl Pipe {
     /// flow no longer accepts bytes.
     pub(super) fn take(&self, mut send: impl FnMut(&[u8]) -> Option<usize>) -> Next {
         let mut state = self.state.lock();
-        if state.aborted {
-            return Next::Abort;
-        }
         while let Some(chunk) = state.up.front_mut() {
             let Some(sent) = send(chunk) else {
                 return Next::Nothing;
@@ -182,17 +182,27 @@ impl Pipe {
         if state.up_bytes <= UP_BYTES / 2 && state.up.len() <= MAX_CHUNKS / 2 {
             wake(&mut state.writer);
         }
-        match state.up_end && state.up.is_empty() {
-            true => Next::Close,
-            false => Next::Nothing,
+        if !state.up.is_empty() {
+            Next::Nothing
+        } else if state.up_end && !std::mem::replace(&mut state.closed, true) {
+            Next::Close
+        } else if state.resets {
+            Next::Reset
+        } else {
+            Next::Nothing
         }
     }
 
-    /// Returns true if the reader is dropped and the writer has ended its direction: the flow ends without
-    /// further action of the handles.
+    /// Returns true if the flow must be reset once the peer has acknowledged everything.
+    pub(super) fn resets(&self) -> bool {
+        self.state.lock().resets
+    }
+
+    /// Returns true if the flow ends without further action of the handles: the flow is to be reset, or the reader is
+    /// dropped and the writer has ended its direction.
     pub(super) fn is_left(&self) -> bool {
         let state = self.state.lock();
-        state.reader_gone && state.up_end
+        state.resets || (state.reader_gone && state.up_end)
     }
 
     /// Returns the number of bytes from the writer that the flow has not accepted.
@@ -275,7 +285,7 @@ impl Pipe {
             if let Some(why) = state.ended {
                 return Poll::Ready(Err(why));
             }
-            if state.up_end {
+            if state.up_end || state.resets {
                 return Poll::Ready(Err(Broken::Aborted));
             }
             let room = UP_BYTES.saturating_sub(state.up_bytes);
@@ -313,24 +323,23 @@ impl Pipe {
         Ok(())
     }
 
-    /// Resets the flow.
-    pub(super) fn abort(self: &Arc<Self>) {
+    /// Resets the flow once the peer has acknowledged all queued bytes, and the end of the direction if the writer has
+    /// ended it.
+    pub(super) fn reset(self: &Arc<Self>) {
         let mut state = self.state.lock();
-        state.aborted = true;
-        state.ended.get_or_insert(Broken::Aborted);
-        wake(&mut state.reader);
+        let news = state.ended.is_none() && !std::mem::replace(&mut state.resets, true);
         wake(&mut state.writer);
         drop(state);
-        self.ring();
+        if news {
+            self.ring();
+        }
     }
 
     /// Handles a dropped writer. Resets the flow unless the direction had ended.
     pub(super) fn writer_left(self: &Arc<Self>) {
-        let state = self.state.lock();
-        let orderly = state.up_end || state.ended.is_some();
-        drop(state);
+        let orderly = self.state.lock().up_end;
         if !orderly {
-            self.abort();
+            self.reset();
         }
     }
 

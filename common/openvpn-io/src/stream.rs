@@ -131,7 +131,7 @@ pub struct FlowSource {
 }
 
 /// Sink for bytes to the other side of a flow. Dropping the sink before [`finish`](Sink::finish) resets the
-/// flow.
+/// flow after all queued bytes.
 pub struct FlowSink {
     writer: Writer,
     reason: ToReason,
@@ -170,9 +170,10 @@ impl FlowSink {
         let _ = self.writer.0.finish();
     }
 
-    /// Resets the flow and discards queued bytes.
-    pub fn abort(self) {
-        self.writer.0.abort();
+    /// Resets the flow after all queued bytes, and after the end of this direction if it has ended. Sending continues in
+    /// the background.
+    pub fn reset(self) {
+        self.writer.0.reset();
     }
 
     async fn flush(&mut self, progress: &Progress) -> Result<(), CloseReason> {

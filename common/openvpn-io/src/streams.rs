@@ -19,13 +19,12 @@ use super::mailbox::{Mail, Mailbox, Order};
 use super::pipe::{Next, Pipe};
 use super::stream::{Broken, Incoming, Peer};
 
-/// Bytes discarded after a reader was dropped, before the flow is reset.
+/// Bytes discarded after a reader was dropped. Then the flow receives nothing, and is reset after its own last byte.
 const DISCARD_BYTES: usize = 1 << 20;
 
 /// The handles of one flow, as seen by the owner.
 struct Entry {
     pipe: Arc<Pipe>,
-    closed: bool,
     /// Bytes discarded because the reader was dropped.
     discarded: usize,
     /// True if the flow is in `left`.
@@ -113,6 +112,7 @@ impl Streams {
                 }
                 Event::Readable(id) => self.receive(id),
                 Event::Writable(id) => self.send(id, now),
+                Event::Delivered(id) => self.delivered(id),
                 Event::Closed(id, why) => self.forget(id, Broken::Flow(why)),
             }
         }
@@ -170,7 +170,6 @@ impl Streams {
     fn adopt(&mut self, id: FlowId, pipe: Arc<Pipe>) {
         let entry = Entry {
             pipe,
-            closed: false,
             discarded: 0,
             is_left: false,
         };
@@ -201,17 +200,25 @@ impl Streams {
         };
         let flows = &mut self.flows;
         match entry.pipe.take(|bytes| flows.send(id, bytes).ok()) {
-            Next::Abort => return self.abort(id),
-            Next::Close if !entry.closed => {
-                entry.closed = true;
+            Next::Close => {
                 self.flows.close(id);
+                self.flows.report_delivery(id);
             }
-            Next::Close | Next::Nothing => {}
+            Next::Reset => self.flows.report_delivery(id),
+            Next::Nothing => {}
         }
         if !entry.is_left && entry.pipe.is_left() {
             entry.is_left = true;
             let unsent = self.unsent(id).unwrap_or_default();
             self.left.push_back((now + CLOSE_STALL, id, unsent));
+        }
+    }
+
+    /// Ends a flow that waited for its last acknowledgement before its reset.
+    fn delivered(&mut self, id: FlowId) {
+        let entry = self.entries.get(&id);
+        if entry.is_some_and(|entry| entry.pipe.resets()) {
+            self.abort(id);
         }
     }
 
@@ -221,10 +228,13 @@ impl Streams {
             return;
         };
         loop {
-            match self.flows.recv(id, |bytes| entry.pipe.put(bytes)) {
-                Ok(Received::Bytes(1..)) if entry.discarded > DISCARD_BYTES => {
-                    return self.abort(id);
-                }
+            let is_over = entry.discarded > DISCARD_BYTES;
+            let received = self.flows.recv(id, |bytes| match is_over {
+                true => 0,
+                false => entry.pipe.put(bytes),
+            });
+            match received {
+                Ok(Received::Bytes(0)) if is_over => return entry.pipe.reset(),
                 Ok(Received::Bytes(taken @ 1..)) => {
                     if entry.pipe.reader_gone() {
                         entry.discarded += taken;

@@ -309,6 +309,14 @@ impl Flows {
         self.open(id).map_or(0, |flow| flow.queued())
     }
 
+    /// Requests one [`Event::Delivered`], which follows at once if nothing is queued.
+    pub fn report_delivery(&mut self, id: FlowId) {
+        if let Ok(flow) = self.open(id) {
+            flow.wants_delivery = true;
+            self.settle(id.index);
+        }
+    }
+
     /// Closes the sending direction after the queued bytes. The remote end may continue to send.
     pub fn close(&mut self, id: FlowId) {
         if let Ok(flow) = self.open(id) {

@@ -54,14 +54,14 @@ impl ToClient {
         &self.peer
     }
 
-    /// Ends the flow. After an orderly end, the flow's task still delivers all queued bytes.
+    /// Ends the flow after all queued bytes, which the flow's task still delivers.
     pub fn end(self, why: CloseReason) {
         match why {
             CloseReason::Finished
             | CloseReason::ClientClosed
             | CloseReason::EndpointClosed
             | CloseReason::HalfOpenIdle => self.sink.end(),
-            _ => self.sink.abort(),
+            _ => self.sink.reset(),
         }
     }
 }

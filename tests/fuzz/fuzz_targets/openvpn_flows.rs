@@ -135,6 +135,7 @@ fuzz_target!(|input: &[u8]| {
             (12, _) => now += Duration::from_millis(1 << (bytes.byte() % 20)),
             (13, _) => flows.packet_received(now),
             (14, _) if !config.accept => open.extend(flows.dial(POD, now)),
+            (15, Some(id)) => flows.report_delivery(id),
             _ => {}
         }
         let room = if step == 255 { 0 } else { 50 };
@@ -160,9 +161,10 @@ fuzz_target!(|input: &[u8]| {
                     }
                 }
                 Event::Closed(id, _) => open.retain(|other| *other != id),
-                Event::Connected(id) | Event::Readable(id) | Event::Writable(id) => {
-                    assert!(open.contains(&id))
-                }
+                Event::Connected(id)
+                | Event::Readable(id)
+                | Event::Writable(id)
+                | Event::Delivered(id) => assert!(open.contains(&id)),
             }
         }
         let _ = flows.poll_timeout();

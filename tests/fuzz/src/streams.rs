@@ -36,6 +36,10 @@ const FORWARDED_BYTES: usize = 256 << 10;
 const SETTLE_TURNS: usize = 10_000;
 const SETTLE_PAUSE: Duration = Duration::from_millis(50);
 
+/// Largest number of turns of a second until all flows without handles are gone. A flow ends after its last byte, or after
+/// 30 s without progress.
+const END_TURNS: usize = 1000;
+
 /// Largest number of packets under way in one direction.
 const WIRE_PACKETS: usize = 64;
 
@@ -161,7 +165,7 @@ impl World {
             11 => {
                 if let Some((_, end)) = self.sides[which].pick(flow) {
                     match (end.sink.take(), b % 3) {
-                        (Some(sink), 0) => sink.abort(),
+                        (Some(sink), 0) => sink.reset(),
                         (Some(sink), 1) if !end.busy => sink.end(),
                         (sink, _) => drop(sink),
                     }
@@ -342,12 +346,15 @@ impl World {
         for side in &mut self.sides {
             side.ends.clear();
         }
-        for _ in 0..100 {
+        for turn in 0..END_TURNS {
             self.now += Duration::from_secs(1);
             for which in 0..2 {
                 self.turn(which, usize::MAX);
                 self.sides[which].ends.clear();
                 self.deliver(which, WIRE_PACKETS);
+            }
+            if turn >= 100 && self.sides.iter().all(|side| side.peer.flows() == 0) {
+                break;
             }
         }
         for side in &self.sides {

@@ -27,8 +27,8 @@ impl Writer {
         self.0.finish()
     }
 
-    pub(crate) fn abort(self) {
-        self.0.abort();
+    pub(crate) fn reset(self) {
+        self.0.reset();
     }
 }
 

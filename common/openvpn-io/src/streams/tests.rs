@@ -207,7 +207,7 @@ async fn dial_reports_refusal_timeout_and_invalid_port() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn dropped_and_aborted_handles_reset_the_flow() {
+async fn dropped_and_reset_handles_reset_the_flow() {
     let mut pair = Pair::start();
     let (near, mut far) = pair.open().await;
     drop(near);
@@ -216,9 +216,67 @@ async fn dropped_and_aborted_handles_reset_the_flow() {
     assert_eq!(reset.kind(), std::io::ErrorKind::ConnectionReset);
     assert!(far.writer.write_all(b"x").await.is_err());
     let (near, mut far) = pair.open().await;
-    near.writer.abort();
+    near.writer.reset();
     assert!(far.reader.read_u8().await.is_err());
     assert_eq!(pair.peer.flows(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn dropped_writer_resets_the_flow_after_its_queued_bytes() {
+    let mut pair = Pair::start();
+    let (mut near, mut far) = pair.open().await;
+    let bulk = pattern(100_000);
+    near.writer.write_all(&bulk).await.unwrap();
+    drop(near);
+    let mut all = Vec::new();
+    let reset = far.reader.read_to_end(&mut all).await.unwrap_err();
+    assert_eq!(reset.kind(), std::io::ErrorKind::ConnectionReset);
+    assert!(all == bulk, "{} bytes", all.len());
+    assert_eq!(pair.peer.flows(), 0);
+    // Bytes that the other side sends meanwhile, beyond the limit for discarded bytes, change nothing.
+    let (mut near, far) = pair.open().await;
+    let bulk = pattern(250_000);
+    near.writer.write_all(&bulk).await.unwrap();
+    drop(near);
+    let Stream {
+        mut reader,
+        mut writer,
+    } = far;
+    let chunk = vec![0; 64 << 10];
+    let upload = async { while writer.write_all(&chunk).await.is_ok() {} };
+    let answer = async {
+        tokio::time::sleep(CLOSE_STALL / 2).await;
+        let mut all = Vec::new();
+        let reset = reader.read_to_end(&mut all).await.unwrap_err();
+        (reset.kind(), all)
+    };
+    let ((), (kind, all)) = tokio::join!(upload, answer);
+    assert_eq!(kind, std::io::ErrorKind::ConnectionReset);
+    assert!(all == bulk, "{} bytes", all.len());
+    assert_eq!(pair.peer.flows(), 0);
+    // A side that reads nothing keeps the flow only for a while.
+    let (mut near, _far) = pair.open().await;
+    near.writer.write_all(&bulk).await.unwrap();
+    drop(near);
+    tokio::time::sleep(CLOSE_STALL / 2).await;
+    assert_eq!(pair.peer.flows(), 1);
+    tokio::time::sleep(CLOSE_STALL * 2).await;
+    assert_eq!(pair.peer.flows(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn reset_after_the_end_of_a_direction_follows_this_end() {
+    let mut pair = Pair::start();
+    let (mut near, mut far) = pair.open().await;
+    let bulk = pattern(100_000);
+    near.writer.write_all(&bulk).await.unwrap();
+    near.writer.finish().unwrap();
+    near.writer.reset();
+    let mut all = Vec::new();
+    far.reader.read_to_end(&mut all).await.unwrap();
+    assert!(all == bulk);
+    let broken = poll_fn(|cx| far.reader.poll_broken(cx)).await;
+    assert_eq!(broken, Broken::Flow(Closed::Reset));
 }
 
 #[tokio::test(start_paused = true)]

@@ -196,6 +196,9 @@ pub enum Event {
     Readable(FlowId),
     /// The send buffer has room again after [`send`](super::Flows::send) could not accept all bytes.
     Writable(FlowId),
+    /// The remote end has acknowledged all queued bytes, and the end of the direction if the owner has closed it. Reported
+    /// once after [`report_delivery`](super::Flows::report_delivery).
+    Delivered(FlowId),
     /// The flow is gone and its id is invalid. All received data has been read before this event. With
     /// [`Closed::Finished`] the end of the data could be read as well.
     Closed(FlowId, Closed),

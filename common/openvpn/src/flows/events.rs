@@ -34,6 +34,7 @@ impl Flows {
                 event::CONNECTED => Event::Connected(id),
                 event::READABLE => Event::Readable(id),
                 event::WRITABLE => Event::Writable(id),
+                event::DELIVERED => Event::Delivered(id),
                 event::CLOSED => {
                     self.remove(index);
                     Event::Closed(id, ending.unwrap_or(Closed::Finished))
@@ -82,6 +83,10 @@ impl Flows {
         if !flow.readable_reported && flow.is_readable() {
             flow.readable_reported = true;
             events |= event::READABLE;
+        }
+        if flow.wants_delivery && flow.is_delivered() {
+            flow.wants_delivery = false;
+            events |= event::DELIVERED;
         }
         if flow.wants_room && flow.connected && flow.send_room() >= flow.room_to_report() {
             // Under a shared limit, flows wait in turn for room, but a flow with nothing in flight gets room

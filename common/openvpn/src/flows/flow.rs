@@ -115,6 +115,8 @@ pub(crate) struct Flow {
     pub(crate) readable_reported: bool,
     /// Set when `send` could not accept all bytes.
     pub(crate) wants_room: bool,
+    /// Set when the owner waits for a `Delivered` event.
+    pub(crate) wants_delivery: bool,
     /// Deadline for the handshake; `None` once connected.
     pub(crate) connect_by: Option<Instant>,
     /// Time of the last segment from the remote end, on the liveness clock.
@@ -181,6 +183,7 @@ impl Flow {
             dropped: false,
             readable_reported: false,
             wants_room: false,
+            wants_delivery: false,
             connect_by: None,
             last_received,
             retransmitted: 0,
@@ -419,6 +422,15 @@ impl Flow {
     /// Returns the number of queued bytes that are not acknowledged.
     pub(crate) fn queued(&self) -> usize {
         self.socket().send_queue()
+    }
+
+    /// True if the remote end has acknowledged all queued bytes, and the end of the direction if the owner has closed it.
+    pub(crate) fn is_delivered(&self) -> bool {
+        let has_end = matches!(
+            self.state(),
+            State::FinWait2 | State::TimeWait | State::Closed
+        );
+        self.queued() == 0 && (has_end || !self.closing)
     }
 
     fn unsent(&self) -> usize {

@@ -15,7 +15,8 @@ pub(crate) mod event {
     pub(crate) const CONNECTED: u8 = 2;
     pub(crate) const READABLE: u8 = 4;
     pub(crate) const WRITABLE: u8 = 8;
-    pub(crate) const CLOSED: u8 = 16;
+    pub(crate) const DELIVERED: u8 = 16;
+    pub(crate) const CLOSED: u8 = 32;
 }
 
 /// A SYN that waits for the owner.

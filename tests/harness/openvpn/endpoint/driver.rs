@@ -286,7 +286,7 @@ impl Driver {
                 }
             }
             // The loop polls every pipe in each turn anyway.
-            flows::Event::Readable(_) | flows::Event::Writable(_) => {}
+            flows::Event::Readable(_) | flows::Event::Writable(_) | flows::Event::Delivered(_) => {}
         }
     }
 

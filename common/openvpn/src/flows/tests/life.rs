@@ -188,6 +188,30 @@ fn reset_is_reported_after_the_received_data_is_read() {
 }
 
 #[test]
+fn delivery_is_reported_once_bytes_and_end_are_acknowledged() {
+    let mut net = Net::new();
+    let id = net.dial(POD, 10_000);
+    assert!(net.run(SECOND, |net| net.a.streams[&id].closed_own));
+    net.ba.stalled = true;
+    net.a.flows.report_delivery(id);
+    net.run(SECOND, |_| false);
+    assert!(!net.a.streams[&id].delivered);
+    net.ba.stalled = false;
+    assert!(net.run(60 * SECOND, |net| net.a.streams[&id].delivered));
+    let accepted = net.accepted();
+    assert_eq!((accepted.received, accepted.end), (10_000, true));
+}
+
+#[test]
+fn delivery_of_nothing_is_reported_at_once() {
+    let mut net = Net::new();
+    let id = net.dial(POD, 0);
+    net.a.flows.report_delivery(id);
+    assert!(!net.a.streams[&id].connected);
+    assert!(net.run(SECOND, |net| net.a.streams[&id].delivered));
+}
+
+#[test]
 fn a_reader_that_is_slower_than_time_wait_loses_nothing() {
     for dialer_closes_first in [true, false] {
         let mut net = Net::new();

@@ -124,6 +124,7 @@ pub(crate) struct Stream {
     /// Keeps its direction open after `to_send`.
     pub(crate) keep_open: bool,
     pub(crate) closed_own: bool,
+    pub(crate) delivered: bool,
     pub(crate) end: bool,
     pub(crate) closed: Option<Closed>,
     pub(crate) seed: u8,
@@ -206,6 +207,7 @@ impl App {
                     self.pump(id, now);
                 }
                 Event::Readable(id) | Event::Writable(id) => self.pump(id, now),
+                Event::Delivered(id) => self.streams.get_mut(&id).unwrap().delivered = true,
                 Event::Closed(id, why) => {
                     if let Some(stream) = self.streams.get_mut(&id) {
                         assert_eq!(stream.closed, None, "closed twice");
