@@ -30,7 +30,7 @@ pub(crate) struct Frontend {
     pub metrics: Arc<ServerMetrics>,
     /// Tracks the calls of gRPC clients. A client ends its call once it has read the last bytes.
     pub calls: TaskTracker,
-    /// Tracks ended connections whose last bytes are still on their way to an agent.
+    /// Tracks ended connections whose last bytes are still on their way to an agent or an OpenVPN client.
     pub leaving: TaskTracker,
     next: AtomicI64,
 }

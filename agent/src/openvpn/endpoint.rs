@@ -122,7 +122,8 @@ async fn carry(
     agent.closed(ended.reason);
     log_closed!(ended, %client, destination = %target);
     // Without an end of its direction, the flow is reset after the bytes that the endpoint has sent.
-    drop((tunnel_source, tunnel_sink));
+    tunnel_sink.leave(&agent.leaving);
+    drop(tunnel_source);
     if !ended.is_complete() {
         reset(source.into_inner(), sink.into_inner());
     } else if ended.reason == CloseReason::Finished {

@@ -11,6 +11,8 @@ use std::task::{Context, Poll, Waker};
 use bytes::{Buf, Bytes};
 use culvert_openvpn::flows::{Closed, DialError, FlowId};
 use parking_lot::Mutex;
+use tokio_util::task::TaskTracker;
+use tokio_util::task::task_tracker::TaskTrackerToken;
 
 use super::mailbox::{Mailbox, Order};
 
@@ -73,10 +75,14 @@ struct State {
     up_bytes: usize,
     up_end: bool,
     writer: Option<Waker>,
-    /// True once the owner was told to close the direction to the peer.
+    /// True once [`Next::Close`] was returned.
     closed: bool,
     /// True if the flow is reset once the peer has acknowledged everything.
     resets: bool,
+    /// True once the peer has acknowledged everything.
+    delivered: bool,
+    /// Counts the flow until `delivered` or `ended` is set; `None` if no task tracker counts it.
+    leaving: Option<TaskTrackerToken>,
 }
 
 /// Action required from the owner after [`Pipe::take`].
@@ -127,6 +133,7 @@ impl Pipe {
     pub(super) fn ended(&self, why: Broken) {
         let mut state = self.state.lock();
         state.ended.get_or_insert(why);
+        state.leaving = None;
         state.up.clear();
         wake(&mut state.reader);
         wake(&mut state.writer);
@@ -193,9 +200,12 @@ impl Pipe {
         }
     }
 
-    /// Returns true if the flow must be reset once the peer has acknowledged everything.
-    pub(super) fn resets(&self) -> bool {
-        self.state.lock().resets
+    /// Records that the peer has acknowledged everything. Returns true if the flow must be reset now.
+    pub(super) fn delivered(&self) -> bool {
+        let mut state = self.state.lock();
+        state.delivered = true;
+        state.leaving = None;
+        state.resets
     }
 
     /// Returns true if the flow ends without further action of the handles: the flow is to be reset, or the reader is
@@ -332,6 +342,14 @@ impl Pipe {
         drop(state);
         if news {
             self.ring();
+        }
+    }
+
+    /// Counts the flow in `tasks` until the peer has acknowledged everything, or the flow has ended.
+    pub(super) fn count_in(&self, tasks: &TaskTracker) {
+        let mut state = self.state.lock();
+        if state.ended.is_none() && !state.delivered {
+            state.leaving = Some(tasks.token());
         }
     }
 

@@ -10,6 +10,7 @@ use bytes::Bytes;
 use culvert_openvpn::flows::{FlowId, Refusal};
 use culvert_stream::progress::Progress;
 use culvert_stream::{CloseReason, Sink, Source};
+use tokio_util::task::TaskTracker;
 
 use super::mailbox::{Mailbox, Order};
 use super::pipe::Pipe;
@@ -164,16 +165,23 @@ impl Stream {
 }
 
 impl FlowSink {
-    /// Ends this direction after all queued bytes. Sending continues in the background.
-    pub fn end(self) {
+    /// Ends this direction after all queued bytes, and leaves the flow.
+    pub fn end(self, tasks: &TaskTracker) {
         // An error means that the flow has already ended.
         let _ = self.writer.0.finish();
+        self.leave(tasks);
     }
 
-    /// Resets the flow after all queued bytes, and after the end of this direction if it has ended. Sending continues in
-    /// the background.
-    pub fn reset(self) {
+    /// Resets the flow after all queued bytes, and after the end of this direction if it has ended.
+    pub fn reset(self, tasks: &TaskTracker) {
         self.writer.0.reset();
+        self.leave(tasks);
+    }
+
+    /// Drops the sink. Sending continues in the background: `tasks` counts the flow until the other side has acknowledged
+    /// everything, or the flow has ended.
+    pub fn leave(self, tasks: &TaskTracker) {
+        self.writer.0.count_in(tasks);
     }
 
     async fn flush(&mut self, progress: &Progress) -> Result<(), CloseReason> {

@@ -214,10 +214,10 @@ impl Streams {
         }
     }
 
-    /// Ends a flow that waited for its last acknowledgement before its reset.
+    /// Records that the peer has acknowledged everything. Ends a flow that waited for this before its reset.
     fn delivered(&mut self, id: FlowId) {
         let entry = self.entries.get(&id);
-        if entry.is_some_and(|entry| entry.pipe.resets()) {
+        if entry.is_some_and(|entry| entry.pipe.delivered()) {
             self.abort(id);
         }
     }

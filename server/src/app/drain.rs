@@ -11,7 +11,7 @@ use crate::frontend::Frontend;
 /// Interval between two looks at the number of connections of a draining server.
 const DRAIN_CHECK: Duration = Duration::from_millis(100);
 
-/// Waits until no dial or connection has existed for `linger`, and gRPC clients and agents have the last
+/// Waits until no dial or connection has existed for `linger`, and gRPC clients, agents and OpenVPN clients have the last
 /// bytes of all connections, at most for `timeout`.
 ///
 /// With a timeout of 0, does not wait, as stock servers up to v0.34. Releases v0.35 and v0.36 wait without a limit for gRPC

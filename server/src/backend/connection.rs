@@ -223,7 +223,7 @@ impl ToEndpoint {
                 let (sink, in_use) = sink.close();
                 sink.end_holding(in_use, reason, tasks);
             }
-            Self::Flow(sink) => sink.end(reason),
+            Self::Flow(sink) => sink.end(reason, tasks),
         }
     }
 }

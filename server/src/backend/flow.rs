@@ -7,6 +7,7 @@ use culvert_openvpn::flows::Closed;
 use culvert_openvpn_io::stream::{Broken, FlowSink, FlowSource, Stream};
 use culvert_stream::progress::Progress;
 use culvert_stream::{CloseReason, Sink};
+use tokio_util::task::TaskTracker;
 
 use super::dial::next_serial;
 use crate::metrics::{OpenConnection, ServerMetrics};
@@ -54,14 +55,14 @@ impl ToClient {
         &self.peer
     }
 
-    /// Ends the flow after all queued bytes, which the flow's task still delivers.
-    pub fn end(self, why: CloseReason) {
+    /// Ends the flow after all queued bytes, which the flow's task still delivers. `tasks` counts the flow until then.
+    pub fn end(self, why: CloseReason, tasks: &TaskTracker) {
         match why {
             CloseReason::Finished
             | CloseReason::ClientClosed
             | CloseReason::EndpointClosed
-            | CloseReason::HalfOpenIdle => self.sink.end(),
-            _ => self.sink.reset(),
+            | CloseReason::HalfOpenIdle => self.sink.end(tasks),
+            _ => self.sink.reset(tasks),
         }
     }
 }

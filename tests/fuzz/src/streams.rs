@@ -4,7 +4,7 @@
 //!
 //! Invariants: bytes arrive in order and unchanged, and all of them before an orderly end. Once the network loses
 //! nothing and all readers read, all bytes arrive. The bytes of one direction that were written and not read are
-//! bounded. Packets that wait for the link are bounded. No flow is left after its handles are gone.
+//! bounded. Packets that wait for the link are bounded. No flow is left, or counted, after its handles are gone.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::net::{Ipv4Addr, SocketAddrV4};
@@ -18,6 +18,7 @@ use culvert_openvpn_io::stream::{Broken, FlowSink, FlowSource, Incoming, Peer, S
 use culvert_openvpn_io::streams::Streams;
 use culvert_openvpn_io::{Moment, now};
 use culvert_stream::{CloseReason, Sink as _, Source as _};
+use tokio_util::task::TaskTracker;
 
 /// Buffer of a flow for each direction, in bytes.
 const FLOW_BYTES: usize = 16 << 10;
@@ -84,6 +85,8 @@ struct World {
     sides: [Side; 2],
     dials: BTreeMap<u16, Dial>,
     dialed: u16,
+    /// Counts flows whose sinks are gone and whose bytes are under way.
+    leaving: TaskTracker,
 }
 
 /// Runs the operations that the bytes encode, three bytes per operation.
@@ -135,6 +138,7 @@ impl World {
             sides: [side(1, false), side(6, true)],
             dials: BTreeMap::new(),
             dialed: 0,
+            leaving: TaskTracker::new(),
         }
     }
 
@@ -165,8 +169,8 @@ impl World {
             11 => {
                 if let Some((_, end)) = self.sides[which].pick(flow) {
                     match (end.sink.take(), b % 3) {
-                        (Some(sink), 0) => sink.reset(),
-                        (Some(sink), 1) if !end.busy => sink.end(),
+                        (Some(sink), 0) => sink.reset(&self.leaving),
+                        (Some(sink), 1) if !end.busy => sink.end(&self.leaving),
                         (sink, _) => drop(sink),
                     }
                 }
@@ -361,6 +365,7 @@ impl World {
             assert_eq!(side.peer.flows(), 0, "flows are left without handles");
             assert_eq!(side.forwarded, 0, "packets are left");
         }
+        assert_eq!(self.leaving.len(), 0, "flows without handles are counted");
     }
 }
 

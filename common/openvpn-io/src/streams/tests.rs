@@ -4,11 +4,14 @@ use std::future::{Future as _, poll_fn};
 use std::net::Ipv4Addr;
 use std::time::Duration;
 
+use bytes::Bytes;
 use culvert_openvpn::flows::{Closed, Refusal};
+use culvert_stream::{CloseReason, Sink as _, Source as _};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until, timeout};
+use tokio_util::task::TaskTracker;
 
 use super::super::now;
 use super::super::stream::Stream;
@@ -339,6 +342,53 @@ async fn left_flow_is_not_reset_while_its_bytes_move() {
     far.writer.shutdown().await.unwrap();
     tokio::time::sleep(Duration::from_secs(1)).await;
     assert_eq!(pair.peer.flows(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn flow_is_counted_until_the_other_side_has_all_bytes() {
+    let mut pair = Pair::start();
+    let tasks = TaskTracker::new();
+    let bulk = pattern(250_000);
+    for is_orderly in [true, false] {
+        let (near, mut far) = pair.open().await;
+        let (source, mut sink) = near.halves(|_| CloseReason::EndpointLost);
+        sink.send(Bytes::from(bulk.clone())).await.unwrap();
+        match is_orderly {
+            true => sink.end(&tasks),
+            false => sink.leave(&tasks),
+        }
+        drop(source);
+        tokio::time::sleep(CLOSE_STALL / 2).await;
+        assert_eq!(tasks.len(), 1);
+        let mut all = Vec::new();
+        let ended = far.reader.read_to_end(&mut all).await;
+        assert_eq!(ended.is_ok(), is_orderly);
+        assert!(all == bulk);
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        assert!(tasks.is_empty());
+        // The other direction of an orderly flow is still open.
+        assert_eq!(pair.peer.flows(), usize::from(is_orderly));
+        drop(far);
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        assert_eq!(pair.peer.flows(), 0);
+    }
+    // A flow that has ended is not counted.
+    let (near, far) = pair.open().await;
+    let (mut source, sink) = near.halves(|_| CloseReason::EndpointLost);
+    drop(far);
+    source.aborted().await;
+    sink.end(&tasks);
+    assert!(tasks.is_empty());
+    // The end of the tunnel ends the wait.
+    let (near, _far) = pair.open().await;
+    let (_source, mut sink) = near.halves(|_| CloseReason::EndpointLost);
+    sink.send(Bytes::from(bulk)).await.unwrap();
+    sink.end(&tasks);
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert_eq!(tasks.len(), 1);
+    pair.task.abort();
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert!(tasks.is_empty());
 }
 
 #[tokio::test(start_paused = true)]
