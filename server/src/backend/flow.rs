@@ -58,10 +58,11 @@ impl ToClient {
     /// Ends the flow after all queued bytes, which the flow's task still delivers. `tasks` counts the flow until then.
     pub fn end(self, why: CloseReason, tasks: &TaskTracker) {
         match why {
-            CloseReason::Finished
-            | CloseReason::ClientClosed
-            | CloseReason::EndpointClosed
-            | CloseReason::HalfOpenIdle => self.sink.end(tasks),
+            CloseReason::Finished | CloseReason::ClientClosed | CloseReason::EndpointClosed => {
+                self.sink.end(tasks);
+            }
+            // Either direction may be the open one. An orderly end would make a part of the client's bytes look complete.
+            CloseReason::HalfOpenIdle => self.sink.leave(tasks),
             _ => self.sink.reset(tasks),
         }
     }

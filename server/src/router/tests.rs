@@ -479,6 +479,34 @@ async fn a_flow_is_a_connection_like_any_other() {
     assert_eq!(*world.konnectivity.ends.lock(), [Ok(())]);
 }
 
+#[tokio::test(start_paused = true)]
+async fn end_of_a_flow_is_orderly_only_after_the_end_of_the_clients_bytes() {
+    let lost = Err(CloseReason::ClientLost);
+    for (reason, is_finished, expected) in [
+        (CloseReason::HalfOpenIdle, false, lost),
+        (CloseReason::HalfOpenIdle, true, Ok(())),
+        (CloseReason::ClientLost, false, lost),
+        (CloseReason::ClientClosed, false, Ok(())),
+    ] {
+        let world = World::new();
+        let Connection {
+            source: _source,
+            mut sink,
+            cut: _cut,
+        } = world.dial().await.unwrap();
+        sink.send(Bytes::from_static(b"bytes")).await.unwrap();
+        if is_finished {
+            sink.finish().await.unwrap();
+        }
+        let leaving = TaskTracker::new();
+        sink.end(reason, &leaving);
+        assert_eq!(leaving.len(), 1);
+        sleep(Duration::from_secs(1)).await;
+        assert!(leaving.is_empty());
+        assert_eq!(*world.konnectivity.ends.lock(), [expected], "{reason}");
+    }
+}
+
 /// A server has one such future for each idle connection.
 #[tokio::test(start_paused = true)]
 async fn future_of_a_connection_is_small() {
