@@ -180,9 +180,12 @@ impl OpenvpnFlags {
             file.ping.or(Some(PING)),
         );
         // The file has the server's own timeout, which is twice the clients' timeout.
-        // Without pings, a restart would end every idle tunnel, so it needs an explicit time.
+        // Without pings, a restart would end every idle tunnel, so it needs an explicit time. The file's time does not
+        // count if a flag has replaced the file's pings.
+        let is_unpinged = ping.is_none() && self.openvpn_ping.is_some();
         let restart = file
             .ping_restart
+            .filter(|_| !is_unpinged)
             .map(|time| time / 2)
             .or(ping.map(|_| PING_RESTART));
         let ping_restart = time(

@@ -22,7 +22,7 @@ pub struct Server {
     pub network: Option<Ipv4Net>,
     /// `topology`.
     pub topology: Option<Topology>,
-    /// `push`, and the options that `keepalive` pushes.
+    /// `push`. The times of `keepalive` are in `common.timers`, so that flags can replace them; they are pushed from there.
     pub push: Vec<String>,
     /// `route`: networks behind clients.
     pub routes: Vec<Ipv4Net>,
@@ -86,8 +86,6 @@ impl Options for Server {
                 let time = |seconds: u32| Some(std::time::Duration::from_secs(seconds.into()));
                 self.common.timers.ping = time(ping);
                 self.common.timers.ping_restart = time(restart.saturating_mul(2));
-                self.push.push(format!("ping {ping}"));
-                self.push.push(format!("ping-restart {restart}"));
             }
             "route" => self.routes.push(network(directive, 0)?),
             "client-config-dir" => {

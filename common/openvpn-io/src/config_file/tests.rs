@@ -291,12 +291,7 @@ fn server_config_is_parsed() {
     assert_eq!(topology, Some(Topology::Subnet));
     assert_eq!(
         push,
-        [
-            "route 172.25.0.0 255.255.0.0",
-            "dhcp-option DNS 10.0.0.1",
-            "ping 10",
-            "ping-restart 60"
-        ]
+        ["route 172.25.0.0 255.255.0.0", "dhcp-option DNS 10.0.0.1"]
     );
     assert_eq!(routes, ["172.25.0.0/16".parse::<Ipv4Net>().unwrap()]);
     assert_eq!(client_config_dir, Some("clients".into()));

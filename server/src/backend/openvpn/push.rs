@@ -105,6 +105,22 @@ mod tests {
     }
 
     #[test]
+    fn times_are_pushed_unless_an_option_sets_them() {
+        let mut settings = settings();
+        let client = ClientConfig::default();
+        (settings.ping, settings.ping_restart) = (None, None);
+        let none = for_client(&settings, &client, Transport::Udp);
+        assert_eq!(none, Vec::<String>::new());
+        let times = [60, 180].map(|seconds| Some(Duration::from_secs(seconds)));
+        [settings.ping, settings.ping_restart] = times;
+        let both = for_client(&settings, &client, Transport::Udp);
+        assert_eq!(both, ["ping 60", "ping-restart 180"]);
+        settings.server.push.push("ping 20".to_owned());
+        let explicit = for_client(&settings, &client, Transport::Udp);
+        assert_eq!(explicit, ["ping 20", "ping-restart 180"]);
+    }
+
+    #[test]
     fn client_file_changes_the_pushed_options() {
         let options = |text: &str| {
             let client = ClientConfig::parse(text, "ccd");

@@ -225,6 +225,38 @@ fn config_file_is_sufficient_and_flags_override_it() {
 }
 
 #[test]
+fn flags_override_the_times_of_keepalive() {
+    let files = Files::new();
+    let text = "proto tcp\nserver 10.21.0.0 255.255.255.0\nkeepalive 10 60\n";
+    std::fs::write(files.path("server.conf"), text).unwrap();
+    let file = "--openvpn-config=@server.conf";
+    for (flags, ping, restart) in [
+        (vec![file], Some(10), Some(60)),
+        (vec![file, "--openvpn-ping=0"], None, None),
+        (
+            vec![file, "--openvpn-ping=0", "--openvpn-ping-restart=90s"],
+            None,
+            Some(90),
+        ),
+        (
+            vec![file, "--openvpn-ping=60s", "--openvpn-ping-restart=180s"],
+            Some(60),
+            Some(180),
+        ),
+    ] {
+        let settings = settings(&files, &flags);
+        let times = (settings.ping, settings.ping_restart);
+        let expected = (
+            ping.map(Duration::from_secs),
+            restart.map(Duration::from_secs),
+        );
+        assert_eq!(times, expected, "{flags:?}");
+        // The times above are pushed.
+        assert_eq!(settings.server.push, Vec::<String>::new());
+    }
+}
+
+#[test]
 fn watching_nodes_needs_a_kubeconfig() {
     let files = Files::new();
     let watch = ["--openvpn-watch-nodes", "--kubeconfig=@kubeconfig"];
