@@ -6,8 +6,8 @@
 //!
 //! A kubelet writes the addresses of its own Node and could claim foreign addresses. Claims therefore never
 //! redirect dials to pods, Services, or InternalIPs of other nodes, nor dials to the object name of another
-//! Node. If two Nodes claim the same ExternalIP or name, the older Node wins, because the real owner cannot
-//! be determined here.
+//! Node, even a Node without an InternalIP. If two Nodes claim the same ExternalIP or name, the older Node wins,
+//! because the real owner cannot be determined here.
 
 use std::collections::{HashMap, HashSet};
 use std::net::{Ipv4Addr, SocketAddrV4};
@@ -28,8 +28,8 @@ pub(super) struct Node {
     uid: String,
     /// Creation time, in seconds.
     created: i64,
-    /// InternalIP that dials use.
-    internal: Ipv4Addr,
+    /// InternalIP that dials use. `None` if the node is unreachable: then only its object name counts.
+    internal: Option<Ipv4Addr>,
     /// Further InternalIPs, which are dialed without translation.
     others: Vec<Ipv4Addr>,
     external: Vec<Ipv4Addr>,
@@ -40,7 +40,7 @@ pub(super) struct Node {
 /// Translation of ExternalIPs and names.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Known {
-    /// Number of nodes.
+    /// Number of nodes with an InternalIP.
     pub nodes: usize,
     /// InternalIPs by ExternalIP.
     external: HashMap<Ipv4Addr, Ipv4Addr>,
@@ -51,8 +51,7 @@ pub(super) struct Known {
 // === impl Node ===
 
 impl Node {
-    /// Extracts the relevant parts of a Node. Returns `None` without an IPv4 InternalIP, because such a node
-    /// is unreachable.
+    /// Extracts the relevant parts of a Node. Returns `None` for an object without a name.
     pub(super) fn of(node: core::Node) -> Option<Self> {
         let metadata = node.metadata;
         let mut internal = Vec::new();
@@ -71,12 +70,12 @@ impl Node {
         }
         let mut internal = internal.into_iter();
         Some(Self {
-            name: metadata.name.unwrap_or_default(),
+            name: metadata.name?,
             uid: metadata.uid.unwrap_or_default(),
             created: metadata
                 .creation_timestamp
                 .map_or(0, |time| time.0.as_second()),
-            internal: internal.next()?,
+            internal: internal.next(),
             others: internal.collect(),
             external,
             names,
@@ -85,9 +84,8 @@ impl Node {
 
     /// Returns the node's InternalIPs.
     fn own(&self) -> impl Iterator<Item = Ipv4Addr> {
-        [self.internal]
-            .into_iter()
-            .chain(self.others.iter().copied())
+        let first = self.internal.into_iter();
+        first.chain(self.others.iter().copied())
     }
 
     /// Returns a sort key; older nodes sort first.
@@ -123,7 +121,7 @@ impl Known {
     ) -> (Self, Vec<String>) {
         let mut nodes: Vec<&Node> = nodes.collect();
         nodes.sort_unstable_by(|a, b| a.seniority().cmp(&b.seniority()));
-        let internal: HashSet<Ipv4Addr> = nodes.iter().map(|node| node.internal).collect();
+        let internal: HashSet<Ipv4Addr> = nodes.iter().filter_map(|node| node.internal).collect();
         let own_names: HashMap<&str, &Node> = nodes
             .iter()
             .map(|node| (node.name.as_str(), *node))
@@ -137,7 +135,12 @@ impl Known {
         };
         let mut external = HashMap::new();
         let mut names = HashMap::new();
+        let mut reachable = 0;
         for node in &nodes {
+            let Some(own) = node.internal else {
+                continue;
+            };
+            reachable += 1;
             for ip in &node.external {
                 if node.own().any(|own| own == *ip) {
                     continue;
@@ -151,7 +154,7 @@ impl Known {
                     let text = format!("its ExternalIP {ip} is the InternalIP of another Node");
                     problem(node, format!("{text}, and is not translated"));
                 } else {
-                    let (_, first) = *external.entry(*ip).or_insert((node.internal, *node));
+                    let (_, first) = *external.entry(*ip).or_insert((own, *node));
                     if first != *node {
                         let text =
                             format!("its ExternalIP {ip} also belongs to Node {}", first.name);
@@ -162,7 +165,15 @@ impl Known {
             for name in &node.names {
                 let of_name = own_names.get(name.as_str()).copied();
                 let claim = of_name.unwrap_or(node);
-                let (_, first) = *names.entry(name.clone()).or_insert((claim.internal, claim));
+                let Some(to) = claim.internal else {
+                    let text = format!("its name {name} also belongs to Node {}", claim.name);
+                    problem(
+                        node,
+                        format!("{text}, which has no InternalIP; the name is not translated"),
+                    );
+                    continue;
+                };
+                let (_, first) = *names.entry(name.clone()).or_insert((to, claim));
                 if first != *node {
                     let text = format!("its name {name} also belongs to Node {}", first.name);
                     problem(node, format!("{text}, which is dialed"));
@@ -170,7 +181,7 @@ impl Known {
             }
         }
         let known = Self {
-            nodes: nodes.len(),
+            nodes: reachable,
             external: external.into_iter().map(|(ip, (to, _))| (ip, to)).collect(),
             names: names
                 .into_iter()

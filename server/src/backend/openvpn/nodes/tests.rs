@@ -87,16 +87,36 @@ fn node_is_dialed_by_its_internal_ip_for_every_address_and_name() {
 }
 
 #[test]
-fn node_without_ipv4_internal_ip_is_ignored() {
+fn node_without_ipv4_internal_ip_is_not_translated() {
     for addresses in [
         &[][..],
         &["ExternalIP=203.0.113.10", "Hostname=one"],
         &["InternalIP=fd00::1", "ExternalIP=203.0.113.10"],
         &["InternalIP=192.168.7", "InternalIP=192.168.007.9"],
     ] {
-        assert_eq!(Node::of(object("one", 1, addresses)), None, "{addresses:?}");
+        let (known, problems) = known(&[node("one", 1, addresses)]);
+        assert_eq!(known, Known::default(), "{addresses:?}");
+        assert_eq!(problems, Vec::<String>::new());
     }
     assert_eq!(Node::of(core::Node::default()), None);
+}
+
+#[test]
+fn name_of_a_node_without_addresses_cannot_be_claimed() {
+    let owner = node("two", 2, &[]);
+    let liar = node(
+        "one",
+        1,
+        &["InternalIP=192.168.7.9", "Hostname=one", "InternalDNS=TWO"],
+    );
+    let (known, problems) = known(&[owner, liar]);
+    assert_eq!(known.named("two:1"), None);
+    assert_eq!(
+        (known.nodes, dialed(&known, "one:1").as_str()),
+        (1, "192.168.7.9:1")
+    );
+    let reported = "Node one: its name two also belongs to Node two, which has no InternalIP; the name is not translated";
+    assert_eq!(problems, [reported]);
 }
 
 #[test]
@@ -281,7 +301,7 @@ proptest! {
             })
             .collect();
         let (known, problems) = known(&nodes);
-        let own: Vec<Ipv4Addr> = nodes.iter().map(|node| node.internal).collect();
+        let own: Vec<Ipv4Addr> = nodes.iter().filter_map(|node| node.internal).collect();
         for to in known.external.values().chain(known.names.values()) {
             prop_assert!(own.contains(to));
         }
