@@ -192,15 +192,31 @@ async fn switched_mode_survives_restarts() {
         .await;
     assert!(server.path("state.bad").exists());
 
-    // A state file with the mode of a missing tunnel is logged and ignored.
+    // A state file with the mode of a missing tunnel is logged and renamed.
     server.topology.kill_server(0);
     let openvpn = r#"{"version":1,"mode":"openvpn","setBy":"switch","flag":"konnectivity"}"#;
     std::fs::write(server.path("state"), openvpn).unwrap();
     server.topology.start_server(0).await;
+    let problem = "needs an OpenVPN tunnel";
     let program = server.topology.server(0);
-    program.wait_for_log("needs an OpenVPN tunnel", LIMIT).await;
+    program.wait_for_log(problem, LIMIT).await;
     server
-        .shows(TunnelMode::Konnectivity, SetBy::Flag, "")
+        .shows(TunnelMode::Konnectivity, SetBy::Flag, problem)
+        .await;
+    // The first save after the start does not end the report, and does not replace the file.
+    let saved = async || server.path("state").exists();
+    eventually("the state is saved", LIMIT, saved).await;
+    server
+        .shows(TunnelMode::Konnectivity, SetBy::Flag, problem)
+        .await;
+    let page = server.topology.server_metrics(0).await;
+    assert_eq!(value(&page, "culvert_tunnel_switch_problems", &[]), 1.0);
+    let kept = std::fs::read_to_string(server.path("state.bad")).unwrap();
+    assert_eq!(kept, openvpn);
+    let (done, text) = server.culvert(&["switch", "--to=konnectivity"]).await;
+    assert!(done, "{text}");
+    server
+        .shows(TunnelMode::Konnectivity, SetBy::Switch, "")
         .await;
     server.topology.wait_for_agents().await;
     assert_unharmed(&mut server.topology).await;

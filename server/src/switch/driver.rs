@@ -71,7 +71,7 @@ struct Shown {
     set_by: SetBy,
     phase: Phase,
     last: Option<Duration>,
-    /// Set while the state file cannot be used or saved.
+    /// Set while the state cannot be saved.
     state_problem: Option<String>,
     /// Set after a start without the saved state, until the next request.
     lost: Option<String>,
@@ -129,7 +129,7 @@ pub(crate) fn start(
         set_by,
         phase: machine.phase(),
         last: None,
-        state_problem: start.state_problem,
+        state_problem: None,
         lost: start.lost,
         unreadable: start.unreadable,
         wrong: start.wrong.map(|wrong| wrong.to_string()),

@@ -21,9 +21,7 @@ pub(crate) struct Start {
     /// Mode in the mode file.
     pub(super) file: Option<Mode>,
     saved: Option<Saved>,
-    /// Reason for ignoring the saved state: the server does not have the tunnel.
-    pub(super) state_problem: Option<String>,
-    /// Reason why the saved state was lost.
+    /// Reason why the saved state is not used: the file is unusable, or the server does not have the tunnel.
     pub(super) lost: Option<String>,
     /// Problem with the mode in the mode file.
     pub(super) wrong: Option<StartError>,
@@ -107,7 +105,6 @@ impl Start {
             state,
             file: None,
             saved,
-            state_problem: None,
             lost,
             wrong: None,
             unreadable: None,
@@ -151,7 +148,7 @@ impl Start {
 
     /// Returns the machine to start with, and the origin of its mode. A mode that has changed since the state was saved is
     /// requested as in a running server: dials use the old tunnel until the new one has a healthy peer. A wrong mode file
-    /// leaves the saved mode in force. An unusable state file is renamed.
+    /// leaves the saved mode in force. A state file that is not used is renamed.
     ///
     /// # Errors
     /// Fails if the flag or the file names a mode whose tunnel this server does not have, or if the mode file is wrong and
@@ -166,9 +163,9 @@ impl Start {
             .as_ref()
             .is_none_or(|saved| view.allows(saved.mode));
         if !possible && let Some(saved) = self.saved.take() {
-            let why = Unavailable(saved.mode).to_string();
-            error!("--tunnel-state-file: {why}; starting without it");
-            self.state_problem = Some(why);
+            let why = format!("--tunnel-state-file: {}", Unavailable(saved.mode));
+            error!("{why}; starting without it");
+            self.lost = Some(why);
         }
         let flag = match (&self.saved, &self.wrong) {
             (Some(saved), Some(wrong)) => {

@@ -228,7 +228,7 @@ impl StateFile {
         Ok(Some(saved))
     }
 
-    /// Renames an unusable file, so that the next save does not replace it. Returns what has happened to the file.
+    /// Renames a file that is not used, so that the next save does not replace it. Returns what has happened to the file.
     pub(crate) fn set_aside(&self) -> String {
         let kept = beside(&self.path, ".bad");
         match fs::rename(&self.path, &kept) {

@@ -80,13 +80,15 @@ async fn unusable_state_is_renamed() {
     assert!(start.unreadable.as_ref().unwrap().contains("cannot read"));
     let (machine, set_by) = start.machine(&view(false), Clocks::read()).unwrap();
     assert_eq!((machine.mode(), set_by), (FLAG, SetBy::Flag));
-    assert!(
-        start
-            .state_problem
-            .unwrap()
-            .contains("needs an OpenVPN tunnel")
-    );
+    let lost = start.lost.unwrap();
+    for part in ["needs an OpenVPN tunnel", "the file is now"] {
+        assert!(lost.contains(part), "{lost}");
+    }
+    let kept = StateFile::new(&folder.path().join("state.bad"));
+    assert_eq!(kept.load(), Ok(Some(in_openvpn.clone())));
+    assert_eq!(state.load(), Ok(None));
 
+    state.save(&in_openvpn).await.unwrap().unwrap();
     let mut start = Start::read(settings.clone()).unwrap();
     let (machine, set_by) = start.machine(&view(true), Clocks::read()).unwrap();
     assert_eq!((machine.mode(), set_by), (Mode::Openvpn, SetBy::Switch));
