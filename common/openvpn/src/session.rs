@@ -381,11 +381,14 @@ impl Session {
             self.send_text(crate::control::EXIT, now);
         }
         self.end(Ended::Closed, now);
-        if let Some(end) = self
-            .ended
-            .as_mut()
-            .filter(|_| notified.is_some() && !by_control)
-        {
+        if notified.is_some() && !by_control {
+            self.send_exits();
+        }
+    }
+
+    /// Notifies the peer of an ended session with OCC's EXIT, which needs no control channel.
+    fn send_exits(&mut self) {
+        if let Some(end) = &mut self.ended {
             end.exits = 2;
         }
     }

@@ -200,11 +200,17 @@ impl Session {
         }
     }
 
-    /// Sends a text. During a renegotiation the text waits for the new key, because a peer with the new key
-    /// no longer reads the old key's control channel.
+    /// Returns true if texts wait for the new key. During a renegotiation, a peer with the new key no longer reads the old
+    /// key's control channel.
+    pub(super) fn texts_wait(&self) -> bool {
+        let next = self.next.as_ref();
+        next.is_some_and(|next| next.sources().is_none())
+    }
+
+    /// Sends a text, at once or with the new key.
     pub(super) fn send_text(&mut self, text: &str, now: Instant) {
         let slot = match &self.next {
-            Some(next) if next.sources().is_none() => return self.texts.push_back(text.to_owned()),
+            Some(_) if self.texts_wait() => return self.texts.push_back(text.to_owned()),
             Some(_) => Slot::Next,
             None => Slot::Current,
         };

@@ -175,12 +175,20 @@ impl Session {
 
     /// Sends the client a request to connect again, to the next server of its list if `next_server` is true,
     /// and ends the session with [`Ended::Closed`] (server role). Used for a shutdown over UDP; over TCP
-    /// closing the connection is enough.
+    /// closing the connection is enough. A client in a renegotiation may get OCC's EXIT instead.
     pub fn restart(&mut self, next_server: bool, now: Instant) {
-        if matches!(self.side, Side::Server(..)) && !self.is_ended() {
+        if !matches!(self.side, Side::Server(..)) || self.is_ended() {
+            return;
+        }
+        // The texts of an ended session never get the new key.
+        let waits = self.texts_wait();
+        if !waits {
             let flags = if next_server { ",[N]" } else { "" };
             self.send_text(&format!("{RESTART}{flags}"), now);
-            self.end(Ended::Closed, now);
+        }
+        self.end(Ended::Closed, now);
+        if waits && self.side.common().transport == Transport::Udp {
+            self.send_exits();
         }
     }
 

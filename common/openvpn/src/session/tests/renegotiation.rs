@@ -168,6 +168,27 @@ fn text_sent_during_a_renegotiation_arrives_afterwards() {
 }
 
 #[test]
+fn client_in_a_renegotiation_learns_of_a_restart_over_udp() {
+    for initiator in [To::Client, To::Server] {
+        let mut sim = every(Transport::Udp, 0, 0);
+        sim.connect();
+        let now = sim.now;
+        sim.end(initiator).session.clocks.renegotiate_at = Some(now);
+        while sim.server.session.next.is_none() {
+            let soon = sim.now + CLEAN.delay;
+            sim.step(soon);
+        }
+        assert!(sim.server.session.texts_wait());
+        let now = sim.now;
+        sim.server.session.restart(false, now);
+        sim.run(Duration::from_secs(1));
+        assert_eq!(sim.client.ended(), Some(&Ended::PeerExit));
+        sim.run(LINGER);
+        assert!(sim.server.session.is_finished());
+    }
+}
+
+#[test]
 fn long_texts_of_a_peer_are_cut_for_the_log() {
     let mut sim = every(Transport::Udp, 0, 0);
     sim.connect();
