@@ -163,7 +163,13 @@ impl Tcp {
                 client.failed(outcome, &error.to_string());
             } else {
                 let client = client.name();
-                info!(client, %remote, reason = %error, "OpenVPN client disconnected");
+                match error {
+                    // The client has violated the protocol.
+                    WireError::Framing(_) => {
+                        warn!(client, %remote, reason = %error, "OpenVPN client disconnected");
+                    }
+                    _ => info!(client, %remote, reason = %error, "OpenVPN client disconnected"),
+                }
             }
         } else {
             debug!(client = client.name(), %remote, "OpenVPN connection closed");
