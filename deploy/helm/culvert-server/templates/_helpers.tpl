@@ -307,6 +307,14 @@ with the text `network`. */}}
 {{- if and $v.service.nodePort (eq (include "culvert-server.serviceType" .) "ClusterIP") }}
 - service.nodePort is set and the Service for agents has no node port: set service.type or expose.strategy
 {{- end }}
+{{- $type := include "culvert-server.serviceType" . }}
+{{- $reason := $v.expose.strategy | empty | ternary (printf "service.type %s" $v.service.type) (printf "expose.strategy %s" $v.expose.strategy) }}
+{{- if and (ne $type "LoadBalancer") (or $v.service.loadBalancerSourceRanges $v.service.loadBalancerClass) }}
+- service.loadBalancerSourceRanges or service.loadBalancerClass with {{ $reason }}: Kubernetes refuses {{ $type }} Services with these fields; {{ empty $v.expose.strategy | ternary "set service.type to LoadBalancer" "leave both empty, and list the networks of agents in the annotation nodeport-proxy.k8s.io/allowed-networks in service.annotations" }}
+{{- end }}
+{{- if and (eq $type "ClusterIP") $v.service.externalTrafficPolicy }}
+- service.externalTrafficPolicy with {{ $reason }}: Kubernetes refuses ClusterIP Services with this field; leave service.externalTrafficPolicy empty
+{{- end }}
 {{- if and $v.egressSelector.create (ne $v.frontEnd.mode "http-connect") }}
 - egressSelector.create needs frontEnd.mode http-connect: kube-apiserver uses gRPC only over a Unix socket
 {{- end }}
@@ -333,4 +341,25 @@ with the text `network`. */}}
 {{- else -}}
 {{ .Values.service.type }}
 {{- end -}}
+{{- end }}
+
+{{/* Fields of the Services that agents and OpenVPN clients connect to from outside. */}}
+{{- define "culvert-server.exposure" -}}
+{{- with .Values.service }}
+{{- with .loadBalancerSourceRanges }}
+loadBalancerSourceRanges: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .loadBalancerClass }}
+loadBalancerClass: {{ . | toYaml }}
+{{- end }}
+{{- with .externalTrafficPolicy }}
+externalTrafficPolicy: {{ . }}
+{{- end }}
+{{- with .ipFamilies }}
+ipFamilies: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .ipFamilyPolicy }}
+ipFamilyPolicy: {{ . }}
+{{- end }}
+{{- end }}
 {{- end }}
