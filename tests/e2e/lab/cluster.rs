@@ -30,6 +30,7 @@ use self::worker::SEED_NODE;
 
 use super::control_plane;
 use super::tenant::Tenant;
+use super::tunnel::AGENT_PORT;
 use super::{Egress, Lab, PATIENCE, SECOND_SEED, SEED, SERVERS, ServerOptions, ready_agents};
 
 pub(crate) use self::overlay::{Overlay, POD as OVERLAY_POD};
@@ -180,7 +181,7 @@ impl Cluster {
     pub(crate) async fn install_agents(&mut self, more: &Value) {
         let mut values = json!({
             "image": {"registry": "localhost", "tag": "e2e", "pullPolicy": "Never"},
-            "server": {"host": SERVERS},
+            "server": {"host": SERVERS, "port": AGENT_PORT},
             "hostAliases": [
                 {"ip": SEED, "hostnames": [SERVERS]},
                 {"ip": SECOND_SEED, "hostnames": [SERVERS]},
