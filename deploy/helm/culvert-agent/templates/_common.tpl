@@ -219,7 +219,8 @@ and the name. For two equal names, the error asks for a change of the earlier pa
 {{- end }}
 
 {{/* Pod that requests `path` from the health listener of the release, and a Service for its name. With `all`, from pods
-that are not ready, too. */}}
+that are not ready, too. The pod runs on the nodes of the release. Its affinity has no rules about other pods: a required
+anti-affinity would need one more node. */}}
 {{- define "culvert.test" -}}
 {{- $root := .root -}}
 {{- $name := include "culvert.testName" $root -}}
@@ -260,6 +261,18 @@ spec:
   automountServiceAccountToken: false
   {{- with include "culvert.pullSecrets" $root | trim }}
   {{- . | nindent 2 }}
+  {{- end }}
+  {{- with $root.Values.nodeSelector }}
+  nodeSelector: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $root.Values.tolerations }}
+  tolerations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $root.Values.affinity }}
+  {{- with .nodeAffinity }}
+  affinity:
+    nodeAffinity: {{- toYaml . | nindent 6 }}
+  {{- end }}
   {{- end }}
   securityContext:
     runAsNonRoot: true
