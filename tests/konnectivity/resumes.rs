@@ -322,6 +322,10 @@ async fn agent_that_is_away_gives_its_place_to_a_new_agent() {
     topology.add_agent(Executable::Ours, &[&port]).await;
     let refused = "the server already has 1 agent connections";
     topology.agent(1).wait_for_log(refused, LIMIT).await;
+    let named = "\"agent refused\" agent=\"agent-1\" peer=\"";
+    let line = topology.server(0).wait_for_log(named, LIMIT).await;
+    let reason = format!("reason=\"too_many_connections\" error=\"{refused}");
+    assert!(line.contains(&reason), "{line}");
     balancer.set(Vec::new());
     balancer.reset();
     let displaced = "the agent is away, and a new agent needs its place";
@@ -472,12 +476,16 @@ impl Reviewed {
 async fn agent_whose_token_is_no_longer_accepted_does_not_resume() {
     let services = Services::start().await.unwrap();
     for token in ["revoked", "foreign"] {
-        let server = Reviewed::start().await;
-        let topology = &server.topology;
-        let mut stream = open(topology, &services.raw.to_string()).await;
+        let mut server = Reviewed::start().await;
+        let mut stream = open(&server.topology, &services.raw.to_string()).await;
         server.reset_with(token);
-        resumed(topology, "refused", 1.0).await;
+        resumed(&server.topology, "refused", 1.0).await;
+        let named = "\"agent refused\" agent=\"agent-0\"";
+        let program = server.topology.server(0);
+        let line = program.wait_for_log(named, LIMIT).await;
+        assert!(line.contains("reason=\"unauthenticated\""), "{line}");
         read_rest(&mut stream).await;
+        let topology = &server.topology;
         let metrics = topology.server_metrics(0).await;
         assert_eq!(resumes(&metrics, "resumed"), 0.0);
         if token == "revoked" {

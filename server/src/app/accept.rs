@@ -153,8 +153,7 @@ pub(super) async fn serve_agents(
                 let entered = Box::pin(async move {
                     let path = LinkPath::default();
                     let stream = ReadAhead::new(PathAware::new(stream, path.clone()));
-                    let address = peer.ip();
-                    let peer = peer.to_string();
+                    let (address, peer) = (peer, peer.to_string());
                     // The handshake needs the agent's process, so a later process has a larger number.
                     let serial = next_serial();
                     let stream = context.handshake(stream, &peer, &candidate).await?;

@@ -1,7 +1,7 @@
 //! The identity of an agent: what its client certificate or its token proves. Without authentication, the identity is
 //! the id that the agent claims.
 
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 
 use culvert_host::tls::common_name;
@@ -25,7 +25,7 @@ pub enum AgentIdFrom {
 #[derive(Clone)]
 pub(crate) struct AgentPeer {
     /// Address of the agent, or of a load balancer.
-    pub address: IpAddr,
+    pub address: SocketAddr,
     /// Common name of the agent's certificate, empty if the certificate has no usable name. `None` without a
     /// certificate.
     common_name: Option<Arc<str>>,
@@ -64,7 +64,9 @@ impl AgentIdFrom {
 impl AgentPeer {
     /// Creates the peer of a connection from `address`. `certificates` is the chain that the TLS handshake has
     /// verified.
-    pub(crate) fn new(address: IpAddr, certificates: Option<&[CertificateDer<'_>]>) -> Self {
+    pub(crate) fn new(address: SocketAddr, certificates: Option<&[CertificateDer<'_>]>) -> Self {
+        // A socket for IPv4 and IPv6 reports IPv4 addresses as IPv6 addresses.
+        let address = SocketAddr::new(address.ip().to_canonical(), address.port());
         let leaf = certificates.and_then(<[_]>::first);
         let common_name = leaf.map(|leaf| common_name(leaf).unwrap_or_default().into());
         Self {
@@ -98,7 +100,7 @@ impl AgentPeer {
 
 impl Default for AgentPeer {
     fn default() -> Self {
-        Self::new(Ipv4Addr::UNSPECIFIED.into(), None)
+        Self::new((Ipv4Addr::UNSPECIFIED, 0).into(), None)
     }
 }
 

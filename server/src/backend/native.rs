@@ -124,9 +124,9 @@ impl Agents {
                     sessions.count(ResumeOutcome::Resumed);
                     return None;
                 }
-                let (agents, context, peer) = (self.clone(), context.clone(), peer.to_owned());
+                let (agents, context) = (self.clone(), context.clone());
                 return Some(Box::pin(async move {
-                    agents.confirm(&context, &peer, *claim, &resumed).await;
+                    agents.confirm(&context, *claim, &resumed).await;
                 }));
             }
             Ok(Ok(Introduced::NotResumed)) => {
@@ -137,8 +137,8 @@ impl Agents {
                 debug!(peer, %error, "the agent left before its introduction");
                 return None;
             }
-            Ok(Err(IntroductionError::Agent(why))) => {
-                context.reject(why.reason(), peer, &why.to_string());
+            Ok(Err(IntroductionError::Agent { agent_id, refusal })) => {
+                self.reject(&agent_id, refusal.reason(), &refusal.to_string());
                 return None;
             }
             Ok(Err(error)) => {

@@ -1,6 +1,6 @@
 //! The `AgentService/Connect` call: accepts agents' packet streams.
 
-use std::net::IpAddr;
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use culvert_host::telemetry::metrics::GaugeGuard;
@@ -155,17 +155,23 @@ impl Agents {
 impl Agents {
     /// Logs and counts a refused agent, and returns the status for the agent.
     fn refuse(&self, agent: &str, reason: RejectReason, error: String) -> Status {
+        self.reject(agent, reason, &error);
+        Status::unknown(error)
+    }
+
+    /// Logs a refused agent as a warning, then counts the agent. `agent` is the id in the agent's introduction, which has
+    /// at most [`MAX_NAME_BYTES`]; the log escapes it.
+    pub(super) fn reject(&self, agent: &str, reason: RejectReason, error: &str) {
         let (peer, label) = (self.peer.address, reason.as_str());
         warn!(agent, %peer, reason = label, error, "agent refused");
         let rejected = self.metrics.rejected.get((Listener::Agent, reason));
         rejected.increment(1);
-        Status::unknown(error)
     }
 
     /// Returns the service for one connection. `certificates` is the chain that the TLS handshake has verified.
     pub(crate) fn of_peer(
         mut self,
-        address: IpAddr,
+        address: SocketAddr,
         certificates: Option<&[CertificateDer<'_>]>,
     ) -> Self {
         self.peer = AgentPeer::new(address, certificates);
@@ -209,7 +215,7 @@ impl Agents {
         hello: &mut Hello,
     ) -> Result<Arc<str>, AgentRefusal> {
         let account = match &self.tokens {
-            Some(tokens) => Some(tokens.check(metadata, self.peer.address).await?),
+            Some(tokens) => Some(tokens.check(metadata, self.peer.address.ip()).await?),
             None => None,
         };
         let identity = self.peer.identity(self.id_from, account);

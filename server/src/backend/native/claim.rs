@@ -36,13 +36,7 @@ impl Agents {
     /// Reviews the token of an agent whose link has resumed. A refused token, or the token of another identity, ends the
     /// link. If the review has no outcome, the link stays: its token was accepted when the link began, and a link that
     /// does not break gets no further review either.
-    pub(super) async fn confirm(
-        &self,
-        context: &ListenerContext,
-        peer: &str,
-        claim: Claim,
-        resumed: &Resumed,
-    ) {
+    pub(super) async fn confirm(&self, context: &ListenerContext, claim: Claim, resumed: &Resumed) {
         let Claim {
             mut hello,
             process,
@@ -80,8 +74,8 @@ impl Agents {
         };
         resumed.revoke(REFUSED);
         self.sessions.count(ResumeOutcome::Refused);
-        let why = format!("the link that agent {agent} has resumed ends: {why}");
-        context.reject(reason, peer, &why);
+        let why = format!("the link that the agent has resumed ends: {why}");
+        self.reject(agent, reason, &why);
     }
 }
 

@@ -51,8 +51,13 @@ pub(super) enum IntroductionError {
     #[error(transparent)]
     Hello(#[from] HelloError),
     /// The agent was refused.
-    #[error(transparent)]
-    Agent(#[from] AgentRefusal),
+    #[error("{refusal}")]
+    Agent {
+        /// Id of the agent, as in [`Hello`].
+        agent_id: String,
+        /// Reason that the agent has received.
+        refusal: AgentRefusal,
+    },
 }
 
 impl Agents {
@@ -109,10 +114,11 @@ impl Agents {
         };
         let (identity, place) = match identified {
             Ok(identified) => identified,
-            Err(error) => {
-                let refused = hello::refuse(stream, &error.to_string()).await;
+            Err(refusal) => {
+                let refused = hello::refuse(stream, &refusal.to_string()).await;
                 refused.map_err(HelloError::Io)?;
-                return Err(error.into());
+                let agent_id = hello.agent_id;
+                return Err(IntroductionError::Agent { agent_id, refusal });
             }
         };
         let owner = self.owner(&hello, identity, process);

@@ -48,8 +48,13 @@ enum LinkRefusal {
     #[error(transparent)]
     Lost(#[from] quinn::ConnectionError),
     /// The agent was refused.
-    #[error(transparent)]
-    Agent(#[from] AgentRefusal),
+    #[error("{refusal}")]
+    Agent {
+        /// Id of the agent, as in [`Hello`].
+        agent_id: String,
+        /// Reason that the agent has received.
+        refusal: AgentRefusal,
+    },
     /// The session does not exist here: a load balancer has chosen another server than for TCP.
     #[error("{NO_SESSION}; it connects over TCP first")]
     NoSession,
@@ -57,10 +62,32 @@ enum LinkRefusal {
     #[error(
         "the identity of the agent differs from the identity of its TCP connection; after a change of token or certificate, the agent has to connect over TCP again"
     )]
-    NotItsSession,
+    NotItsSession {
+        /// Id of the agent.
+        agent_id: String,
+    },
     /// The agent has too many QUIC connections.
     #[error("the agent has too many QUIC connections; it waits for the end of earlier ones")]
-    TooMany,
+    TooMany {
+        /// Id of the agent.
+        agent_id: String,
+    },
+}
+
+impl LinkRefusal {
+    /// Returns the id of the refused agent, and the reason for the metric. Returns `None` if the server refused no agent.
+    fn refused(&self) -> Option<(&str, RejectReason)> {
+        match self {
+            Self::Agent { agent_id, refusal } => Some((agent_id.as_str(), refusal.reason())),
+            Self::NotItsSession { agent_id } => {
+                Some((agent_id.as_str(), RejectReason::Unauthenticated))
+            }
+            Self::TooMany { agent_id } => {
+                Some((agent_id.as_str(), RejectReason::TooManyConnections))
+            }
+            Self::Hello(_) | Self::Lost(_) | Self::NoSession => None,
+        }
+    }
 }
 
 impl From<std::io::Error> for LinkRefusal {
@@ -96,7 +123,7 @@ impl Agents {
         let certificates =
             identity.and_then(|any| any.downcast::<Vec<CertificateDer<'static>>>().ok());
         let certificates = certificates.as_deref().map(Vec::as_slice);
-        let agents = self.of_peer(remote.ip(), certificates);
+        let agents = self.of_peer(remote, certificates);
         let introduced = tokio::select! {
             introduced = candidate.run(agents.introduce_over_quic(&connection)) => introduced,
             () = context.shutdown.cancelled() => return,
@@ -104,20 +131,16 @@ impl Agents {
         let (second, _place, agent_id, control) = match introduced {
             Ok(Ok(introduced)) => introduced,
             Ok(Err(why)) => {
-                let reason = match &why {
-                    LinkRefusal::Hello(HelloError::Io(_)) | LinkRefusal::Lost(_) => {
+                match (&why, why.refused()) {
+                    (_, Some((agent, reason))) => agents.reject(agent, reason, &why.to_string()),
+                    (LinkRefusal::Hello(HelloError::Io(_)) | LinkRefusal::Lost(_), None) => {
                         debug!(peer, %why, "the agent left before its introduction over QUIC");
                         return;
                     }
-                    LinkRefusal::NoSession => None,
-                    LinkRefusal::Hello(_) => Some(RejectReason::Garbage),
-                    LinkRefusal::Agent(refusal) => Some(refusal.reason()),
-                    LinkRefusal::NotItsSession => Some(RejectReason::Unauthenticated),
-                    LinkRefusal::TooMany => Some(RejectReason::TooManyConnections),
-                };
-                match reason {
-                    Some(reason) => context.reject(reason, &peer, &why.to_string()),
-                    None => debug!(peer, %why, "no QUIC link"),
+                    (LinkRefusal::Hello(_), None) => {
+                        context.reject(RejectReason::Garbage, &peer, &why.to_string());
+                    }
+                    (_, None) => debug!(peer, %why, "no QUIC link"),
                 }
                 // The agent closes the connection when it has read the reason.
                 return linger(&candidate, connection.closed()).await;
@@ -155,6 +178,7 @@ impl Agents {
                 return Err(HelloError::Malformed(text).into());
             }
         };
+        let agent_id = |hello: &Hello| hello.agent_id.clone();
         // Before the review of the token, so that agents of lost sessions cost little.
         let checked = match second {
             None => Err(LinkRefusal::NoSession),
@@ -166,11 +190,18 @@ impl Agents {
                 {
                     match second.connection() {
                         Some(place) => Ok((second, place)),
-                        None => Err(LinkRefusal::TooMany),
+                        None => Err(LinkRefusal::TooMany {
+                            agent_id: agent_id(&hello),
+                        }),
                     }
                 }
-                Ok(_) => Err(LinkRefusal::NotItsSession),
-                Err(refusal) => Err(refusal.into()),
+                Ok(_) => Err(LinkRefusal::NotItsSession {
+                    agent_id: agent_id(&hello),
+                }),
+                Err(refusal) => Err(LinkRefusal::Agent {
+                    agent_id: agent_id(&hello),
+                    refusal,
+                }),
             },
         };
         match checked {

@@ -180,7 +180,7 @@ async fn memory_limit_bounds_agent_connections_and_their_identifiers() {
 async fn identity_without_a_name_is_refused_if_ids_come_from_it() {
     let from = Some(AgentIdFrom::Certificate);
     let malformed = CertificateDer::from(vec![0]);
-    let address = [192, 0, 2, 1].into();
+    let address = ([192, 0, 2, 1], 1).into();
     let agents = agents(from).of_peer(address, Some(std::slice::from_ref(&malformed)));
     let refused = admit(&agents, "a").await.err().unwrap();
     assert_eq!(refused, AgentRefusal::NoName(AgentIdFrom::Certificate));

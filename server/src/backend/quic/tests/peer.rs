@@ -142,7 +142,8 @@ impl Server {
     pub(super) async fn tcp(&self, agent_id: &str) -> Tcp {
         let (near, mut far) = duplex(1 << 20);
         let certificates = std::slice::from_ref(&self.certificate);
-        let agents = self.agents.clone().of_peer(PEER.into(), Some(certificates));
+        let address = (PEER, 1).into();
+        let agents = self.agents.clone().of_peer(address, Some(certificates));
         let context = self.context.clone();
         tokio::spawn(async move {
             let admission = &context.admission;
