@@ -167,6 +167,7 @@ impl Bound {
         .await?;
         config.link_congestion.choose()?.apply_to_listener(&agent);
         switcher.link_congestion = Some(congestion(&agent).into());
+        switcher.server_id = Some(config.server_id.as_str().into());
         let quic = quic::bind(agent_files, agent.local_addr()?, &agent_tls).await?;
         let (admin_address, admin) = bind_admin(&config, &mut reloader, &metrics).await?;
         let socket = config.admin_uds.as_deref();

@@ -18,6 +18,7 @@ pub(crate) mod service;
 mod tunnel;
 mod usage;
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use culvert_stream::Dial;
@@ -66,6 +67,14 @@ impl AgentConnection {
         match self {
             Self::Packet(stream) => &stream.hello,
             Self::Native(agent) => &agent.hello,
+        }
+    }
+
+    /// Returns the address of the agent, or of a load balancer: of the latest TCP connection.
+    fn address(&self) -> Option<SocketAddr> {
+        match self {
+            Self::Packet(stream) => stream.address(),
+            Self::Native(agent) => agent.address.get(),
         }
     }
 
@@ -147,12 +156,16 @@ impl AgentConnection {
                 (kind, agent.connections())
             }
         };
+        let (identifiers, more_identifiers) = self.hello().first_identifiers();
         Peer {
             name: self.hello().agent_id.clone(),
             kind: kind.to_owned(),
             // Lists agents that are away, even if dials no longer wait for them.
             health: self.rank().health(),
             connections,
+            address: self.address(),
+            identifiers,
+            more_identifiers,
         }
     }
 

@@ -124,7 +124,8 @@ impl Frontend {
                 address = dial.address,
                 "no agent for the address is available: check that agents run, reach this server's agent \
                  port, and trust its certificate; check --agent-identifiers of the agents if \
-                 --proxy-strategies is set, and --max-connections-per-agent"
+                 --proxy-strategies is set (the lines \"agent connected\" and `culvert status` show them), and \
+                 --max-connections-per-agent"
             ),
             DialError::NoClient => warn!(
                 address = dial.address,

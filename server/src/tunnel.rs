@@ -1,6 +1,7 @@
 //! Types that describe the tunnels of a server: kind, mode, health, peers.
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::str::FromStr;
 
 use culvert_host::label_values;
@@ -62,6 +63,15 @@ pub struct Peer {
     pub health: Health,
     /// Number of open connections.
     pub connections: usize,
+    /// Address of the peer, or of a load balancer. Missing in the answer of older servers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub address: Option<SocketAddr>,
+    /// First identifiers of an agent, in the syntax of `--agent-identifiers`. Missing in the answer of older servers.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub identifiers: Vec<String>,
+    /// Number of the other identifiers.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub more_identifiers: usize,
 }
 
 /// Status of a tunnel.
@@ -86,6 +96,30 @@ pub struct TunnelStatus {
     "unknown tunnel mode {0:?}; expected konnectivity, openvpn, prefer-konnectivity or prefer-openvpn"
 )]
 pub struct UnknownMode(pub String);
+
+// === impl Peer ===
+
+impl Peer {
+    /// Describes the identifiers for people. The text is empty without identifiers.
+    #[must_use]
+    pub fn describe_identifiers(&self) -> String {
+        list_identifiers(&self.identifiers, self.more_identifiers)
+    }
+}
+
+/// Describes identifiers for people: the first identifiers, and the number of the others.
+pub(crate) fn list_identifiers(first: &[String], more: usize) -> String {
+    let first = first.join(", ");
+    match more {
+        0 => first,
+        more => format!("{first}, and {more} more"),
+    }
+}
+
+/// Returns true for the count of a field that is left out.
+fn is_zero(count: &usize) -> bool {
+    *count == 0
+}
 
 // === impl Kind ===
 

@@ -109,8 +109,13 @@ async fn page_shows_the_server_and_its_end_and_ends_on_signals() {
     let data = page.data().await;
     assert_eq!(data["reasons"], serde_json::json!([]), "{data}");
     let tunnel = &data["tunnels"][0];
-    let peer = serde_json::json!([HOSTILE, "agent, native", "healthy", 0]);
-    assert_eq!(tunnel["peers"], serde_json::json!([peer]));
+    let peers = tunnel["peers"].as_array().unwrap();
+    assert_eq!(peers.len(), 1, "{data}");
+    let peer = peers[0].as_array().unwrap();
+    let expected = [HOSTILE, "agent, native", "healthy"];
+    assert_eq!(peer[..3], expected);
+    let address: SocketAddr = peer[4].as_str().unwrap().parse().unwrap();
+    assert!(address.ip().is_loopback(), "{address}");
     let files = data["fileSets"].as_array().unwrap();
     let agent = files.iter().find(|set| set["name"] == "agent").unwrap();
     assert_eq!(agent["certificates"][0]["state"], "valid", "{agent}");

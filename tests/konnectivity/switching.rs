@@ -14,7 +14,7 @@ use culvert_server::tunnel::{Health, Kind};
 use culvert_tests::metrics::http_get;
 use culvert_tests::process::ours;
 use culvert_tests::skip::skip;
-use culvert_tests::{Mode, Program, Topology, Transport, eventually};
+use culvert_tests::{Executable, Mode, Program, Topology, Transport, eventually};
 
 use crate::support::*;
 
@@ -85,6 +85,7 @@ async fn switch_takes_effect_and_appears_in_status_and_metrics() {
 
     let status = server.status().await;
     assert_eq!(status.link_congestion.as_deref(), Some("reno"));
+    assert_eq!(status.version.as_deref(), Some(env!("CARGO_PKG_VERSION")));
     assert_eq!(
         (status.mode, status.set_by),
         (TunnelMode::Konnectivity, SetBy::Flag)
@@ -372,6 +373,39 @@ async fn switch_api_accepts_only_the_servers_user_on_the_admin_socket() {
     server
         .shows(TunnelMode::Konnectivity, SetBy::Flag, "")
         .await;
+}
+
+#[tokio::test]
+async fn log_and_status_show_the_address_and_the_identifiers_of_an_agent() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("admin.socket");
+    let socket = format!("--admin-uds={}", socket.display());
+    let builder = Topology::builder(Mode::HttpConnect, Transport::Uds).servers(1);
+    let builder = builder.server_args(&[&socket]);
+    let identifiers = "--agent-identifiers=host=node-1&ipv4=10.0.0.1&default-route=true";
+    let builder = builder.agent(Executable::Ours, &[identifiers]);
+    let mut topology = builder.start().await;
+    let (done, text) = culvert(&["status", "--json", &socket]).await;
+    assert!(done, "{text}");
+    let status: Status = serde_json::from_str(&text).unwrap();
+    assert_eq!(status.server_id.as_deref(), Some("server-0"));
+    let peer = &status.tunnels[0].peers[0];
+    let expected = ["default-route=true", "ipv4=10.0.0.1", "host=node-1"];
+    assert_eq!(
+        (&peer.identifiers[..], peer.more_identifiers),
+        (&expected.map(str::to_owned)[..], 0)
+    );
+    let (address, listed) = (peer.address.unwrap(), expected.join(", "));
+    let connected = topology
+        .server(0)
+        .wait_for_log("\"agent connected\"", LIMIT)
+        .await;
+    let fields = format!("native=true peer=\"{address}\" identifiers=\"{listed}\"");
+    assert!(connected.contains(&fields), "{connected}");
+    let (done, text) = culvert(&["status", &socket]).await;
+    let row = format!("{address}  agent, native  {listed}\n");
+    assert!(done && text.contains(&row), "{text}");
+    assert!(text.contains("server id   server-0\n"), "{text}");
 }
 
 #[tokio::test]

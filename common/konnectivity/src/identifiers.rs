@@ -51,6 +51,27 @@ impl Identifiers {
         self.hosts.len() + self.networks.len() + self.malformed.len()
     }
 
+    /// Returns the first identifiers in the syntax of `--agent-identifiers`, at most `most`, and the number of the others.
+    /// The default route is the first. An address has the key `ipv4` or `ipv6`, also if the agent has sent it as a host.
+    pub fn first(&self, most: usize) -> (Vec<String>, usize) {
+        let route = self
+            .default_route
+            .then(|| "default-route=true".to_owned())
+            .into_iter();
+        let hosts = self
+            .hosts
+            .iter()
+            .map(|host| format!("{}={host}", host_type(host)));
+        let networks = self
+            .networks
+            .iter()
+            .map(|network| format!("cidr={network}"));
+        let malformed = self.malformed.iter().map(|value| format!("cidr={value}"));
+        let all = route.chain(hosts).chain(networks).chain(malformed);
+        let count = self.count() + usize::from(self.default_route);
+        (all.take(most).collect(), count.saturating_sub(most))
+    }
+
     /// Reads the identifiers of an agent. Keys of newer versions are ignored, as in the stock server.
     ///
     /// # Errors
@@ -104,6 +125,15 @@ pub fn host_key(host: &str) -> String {
             let name = host.strip_suffix('.').unwrap_or(host);
             name.to_ascii_lowercase()
         }
+    }
+}
+
+/// Returns the key of a host.
+fn host_type(host: &str) -> &'static str {
+    match host.parse::<IpAddr>() {
+        Ok(IpAddr::V4(_)) => "ipv4",
+        Ok(IpAddr::V6(_)) => "ipv6",
+        Err(_) => "host",
     }
 }
 
@@ -166,7 +196,7 @@ fn bad_escape(escape: [Option<u8>; 2]) -> IdentifierError {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
+    #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
 
     use super::*;
 
@@ -234,6 +264,26 @@ mod tests {
         let route = |text| Identifiers::parse(text).unwrap().default_route;
         assert!(!route("default-route=yes") && !route("default-route=0&default-route=1"));
         assert!(Identifiers::parse("host=%4").is_err());
+    }
+
+    #[test]
+    fn first_identifiers_have_their_keys_and_the_rest_is_counted() {
+        let text = "host=node-1&cidr=10.1.0.0/16&ipv6=fd00::1&cidr=nonsense&host=10.0.0.1&default-route=true";
+        let identifiers = Identifiers::parse(text).unwrap();
+        let all = [
+            "default-route=true",
+            "ipv4=10.0.0.1",
+            "ipv6=fd00::1",
+            "host=node-1",
+            "cidr=10.1.0.0/16",
+            "cidr=nonsense",
+        ];
+        for most in 0..8 {
+            let (first, more) = identifiers.first(most);
+            assert_eq!(first, all[..most.min(all.len())]);
+            assert_eq!(first.len() + more, all.len());
+        }
+        assert_eq!(Identifiers::default().first(8), (Vec::new(), 0));
     }
 
     #[test]

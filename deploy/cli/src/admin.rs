@@ -26,8 +26,8 @@ use crate::stdout::printable;
 /// Path of the metrics (GET).
 const METRICS_PATH: &str = "/metrics";
 
-/// Longest accepted answer, in bytes; enough for a server with 100,000 agents.
-const MAX_ANSWER_BYTES: usize = 16 << 20;
+/// Longest accepted answer, in bytes; enough for a server with 100,000 agents that have some identifiers.
+const MAX_ANSWER_BYTES: usize = 64 << 20;
 
 /// Longest duration of one request, connection included.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(30);

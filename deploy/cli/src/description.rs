@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use culvert_host::flags::GoDuration;
 use culvert_server::switch::status::{Progress, Status};
+use culvert_server::tunnel::Peer;
 
 use crate::stdout::printable;
 
@@ -11,14 +12,18 @@ use crate::stdout::printable;
 pub(crate) fn facts(status: &Status) -> Vec<(&'static str, String)> {
     let dials: Vec<&str> = status.new_dials.iter().map(|kind| kind.as_str()).collect();
     let mode = format!("{} (set by {})", status.mode, status.set_by.name());
-    let mut facts = vec![
+    let mut facts = Vec::new();
+    if status.draining {
+        facts.push(("server", "draining: it stops soon".to_owned()));
+    }
+    if let Some(id) = &status.server_id {
+        facts.push(("server id", printable(id)));
+    }
+    facts.extend([
         ("mode", mode),
         ("new dials", dials.join(", else ")),
         ("switch", progress(&status.switch)),
-    ];
-    if status.draining {
-        facts.insert(0, ("server", "draining: it stops soon".to_owned()));
-    }
+    ]);
     if let Some(seconds) = status.last_switch_seconds {
         facts.push(("last switch", format!("took {}", span(seconds))));
     }
@@ -27,6 +32,12 @@ pub(crate) fn facts(status: &Status) -> Vec<(&'static str, String)> {
         facts.push(("agent links", format!("congestion control {congestion}")));
     }
     facts
+}
+
+/// Returns the address of a peer, or an empty text.
+pub(crate) fn address(peer: &Peer) -> String {
+    let address = peer.address.map(|address| address.to_string());
+    address.unwrap_or_default()
 }
 
 /// Describes the progress of a switch, for people.

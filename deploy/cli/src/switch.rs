@@ -220,6 +220,8 @@ mod tests {
         }
         let status = Status {
             draining: false,
+            server_id: None,
+            version: None,
             link_congestion: None,
             mode: Mode::Konnectivity,
             set_by: SetBy::Switch,

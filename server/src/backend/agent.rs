@@ -6,6 +6,7 @@
 mod connection;
 mod outgoing;
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -37,6 +38,9 @@ pub(crate) const OUTGOING_BYTES: usize = 512 * 1024;
 /// Connection id that no agent assigns: ids of agents are positive.
 const NO_CONNECTION: ConnectId = ConnectId(-1);
 
+/// Number of identifiers of an agent in a log line and in the status output. An agent may have 256.
+const SHOWN_IDENTIFIERS: usize = 8;
+
 /// Introduction that an agent sends when it connects.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hello {
@@ -67,6 +71,8 @@ pub struct Carrier {
     pub cut: CancellationToken,
     /// Counters of the traffic from the agent, which determine the agent's window.
     pub inbound: Arc<Inbound>,
+    /// Address of the agent, or of a load balancer. `None` if the stream has no socket.
+    pub address: Option<SocketAddr>,
 }
 
 /// A live packet stream of an agent.
@@ -90,6 +96,11 @@ pub struct AgentStream {
 // === impl Hello ===
 
 impl Hello {
+    /// Returns the identifiers for a log line and for the status output, and the number of the others.
+    pub(super) fn first_identifiers(&self) -> (Vec<String>, usize) {
+        self.identifiers.first(SHOWN_IDENTIFIERS)
+    }
+
     /// Logs that the agent sends nothing, not even an answer to a probe.
     pub(super) fn warn_of_silence(&self) {
         warn!(
@@ -124,6 +135,11 @@ impl AgentStream {
             limits,
         });
         (stream, receiver)
+    }
+
+    /// Returns the address of the agent, or of a load balancer.
+    pub fn address(&self) -> Option<SocketAddr> {
+        self.carrier.address
     }
 
     /// Returns true if the agent requested to get no new dials.

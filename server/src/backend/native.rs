@@ -39,7 +39,8 @@ pub(crate) use self::halves::{FromAgent, ToAgent, Use, opened};
 use self::introduction::{Introduced, IntroductionError, NewAgent};
 use super::agent::Hello;
 use super::announced::Announcements;
-use super::resume::{AgentSession, AnyTransport};
+use super::identity::AgentPeer;
+use super::resume::{AgentSession, AnyTransport, LinkAddress};
 use super::second_link::{Offered, SecondLink};
 use super::service::Agents;
 use super::{AgentConnection, Registration};
@@ -65,6 +66,8 @@ pub struct NativeAgent {
     pub serial: u64,
     /// The agent's introduction.
     pub hello: Hello,
+    /// Address of the agent, or of a load balancer.
+    pub(super) address: LinkAddress,
     requests: Requests,
     inbound: Arc<Inbound>,
     /// Handle of the link; `None` if the link cannot resume.
@@ -119,7 +122,8 @@ impl Agents {
                     return None;
                 }
                 let sessions = &self.sessions;
-                let resumed = sessions.resume(resumption, stream, &self.peer.path).await?;
+                let AgentPeer { path, address, .. } = &self.peer;
+                let resumed = sessions.resume(resumption, stream, path, *address).await?;
                 if self.tokens.is_none() {
                     sessions.count(ResumeOutcome::Resumed);
                     return None;
@@ -174,11 +178,13 @@ impl Agents {
             offered,
         } = new;
         let second = offered.as_ref().map(Offered::link);
+        let address = LinkAddress::new(self.peer.address);
         let (stream, guard) = match ticket {
             Some(ticket) => {
                 let owner = owner.clone();
                 let sessions = &self.sessions;
-                let opened = sessions.open(stream, inbound.clone(), ticket, owner, serial);
+                let (inbound, address) = (inbound.clone(), address.clone());
+                let opened = sessions.open(stream, inbound, address, ticket, owner, serial);
                 let (stream, guard) = opened;
                 (MaybeResumable::Resumable(Box::new(stream)), Some(guard))
             }
@@ -205,6 +211,7 @@ impl Agents {
         let agent = Arc::new(NativeAgent {
             serial,
             hello,
+            address,
             requests,
             inbound,
             session,

@@ -33,7 +33,7 @@ use self::seats::Seats;
 use super::AgentConnection;
 use super::load::{ClientSeat, Load, LoadGuard};
 use crate::metrics::{ServerMetrics, Strategy};
-use crate::tunnel::{Health, Peer};
+use crate::tunnel::{Health, Peer, list_identifiers};
 
 /// The connected agents of a server.
 pub(crate) struct Registry {
@@ -145,8 +145,12 @@ impl Registry {
     /// the log.
     pub(crate) fn register(self: &Arc<Self>, agent: AgentConnection, place: Place) -> Registration {
         let hello = agent.hello();
+        let (identifiers, more) = hello.first_identifiers();
+        let identifiers = list_identifiers(&identifiers, more);
         info!(
             native = matches!(agent, AgentConnection::Native(_)),
+            peer = agent.address().map(tracing::field::display),
+            identifiers = Some(identifiers.as_str()).filter(|text| !text.is_empty()),
             "agent connected"
         );
         for network in &hello.identifiers.malformed {

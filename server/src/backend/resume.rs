@@ -1,6 +1,7 @@
 //! The sessions of native agents that may continue on another connection; see [`culvert_native::resume`].
 
 use std::collections::HashMap;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -29,6 +30,10 @@ pub(crate) type AnyTransport = Box<dyn Transport>;
 
 /// Handle of the link of a native agent.
 pub(crate) type AgentSession = Session<AnyTransport>;
+
+/// Address of a native agent, which changes when its link resumes.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct LinkAddress(Arc<Mutex<Option<SocketAddr>>>);
 
 /// The sessions of a server. Each belongs to a registered agent connection, so their number has the same limit.
 pub(crate) struct Sessions {
@@ -67,6 +72,7 @@ struct Entry {
     serial: u64,
     session: Arc<AgentSession>,
     inbound: Arc<Inbound>,
+    address: LinkAddress,
     /// Number of the latest request.
     latest: watch::Sender<u64>,
     /// Held during a review.
@@ -96,6 +102,24 @@ pub(crate) struct Resumed {
 pub(crate) struct AwayWatch {
     gauge: Gauge,
     away: Option<GaugeGuard>,
+}
+
+// === impl LinkAddress ===
+
+impl LinkAddress {
+    /// Creates the address of a link.
+    pub(crate) fn new(address: SocketAddr) -> Self {
+        Self(Arc::new(Mutex::new(Some(address))))
+    }
+
+    /// Returns the address of the latest connection.
+    pub(crate) fn get(&self) -> Option<SocketAddr> {
+        *self.0.lock()
+    }
+
+    fn set(&self, address: SocketAddr) {
+        *self.0.lock() = Some(address);
+    }
 }
 
 // === impl Sessions ===
@@ -128,6 +152,7 @@ impl Sessions {
         self: &Arc<Self>,
         transport: AnyTransport,
         inbound: Arc<Inbound>,
+        address: LinkAddress,
         ticket: Ticket,
         owner: Owner,
         serial: u64,
@@ -140,6 +165,7 @@ impl Sessions {
             serial,
             session: stream.session(),
             inbound,
+            address,
             latest: watch::Sender::default(),
             reviewing: Default::default(),
         };
@@ -204,13 +230,14 @@ impl Sessions {
         })
     }
 
-    /// Continues a session on another transport. Returns `None` if the session has ended. The caller counts a session that
-    /// continues.
+    /// Continues a session on another transport, from `address`. Returns `None` if the session has ended. The caller counts
+    /// a session that continues.
     pub(crate) async fn resume(
         &self,
         resumption: Resumption,
         transport: AnyTransport,
         path: &LinkPath,
+        address: SocketAddr,
     ) -> Option<Resumed> {
         let Resumption { entry, received } = resumption;
         path.move_to(&entry.inbound);
@@ -227,6 +254,9 @@ impl Sessions {
             *latest += 1;
             number = *latest;
             refused = entry.session.attach(attached).err();
+            if refused.is_none() {
+                entry.address.set(address);
+            }
         });
         if let Some(mut refused) = refused {
             self.count(ResumeOutcome::Unknown);
@@ -235,6 +265,7 @@ impl Sessions {
         }
         info!(
             agent = entry.owner.agent_id,
+            peer = %address,
             "the link to the agent resumed"
         );
         Some(Resumed { entry, number })
@@ -366,6 +397,8 @@ impl Drop for SessionGuard {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
+    use std::net::{IpAddr, Ipv4Addr};
+
     use culvert_native::resume::{Offer, add_request, offer};
     use http::HeaderMap;
     use tokio::io::{AsyncReadExt as _, duplex};
@@ -373,6 +406,9 @@ mod tests {
     use super::*;
 
     const BINDING: Binding = [3; 32];
+
+    /// Address of the latest transport.
+    const LATEST: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 2);
 
     fn owner(agent_id: &str, identity: &str, common_name: Option<&str>) -> Owner {
         Owner {
@@ -419,6 +455,7 @@ mod tests {
         let opened = sessions.open(
             Box::new(near),
             Arc::default(),
+            LinkAddress::default(),
             ticket.clone(),
             own.clone(),
             1,
@@ -459,7 +496,8 @@ mod tests {
             let ticket = sessions.ticket().unwrap();
             // The peer is gone, so the link breaks.
             let transport = Box::new(duplex(64).0);
-            let (link, guard) = sessions.open(transport, Arc::default(), ticket, owner, 1);
+            let (inbound, address) = (Arc::default(), LinkAddress::default());
+            let (link, guard) = sessions.open(transport, inbound, address, ticket, owner, 1);
             guards.push(guard);
             let session = link.session();
             links.push(tokio::spawn(async move {
@@ -500,9 +538,11 @@ mod tests {
         let ticket = sessions.ticket().unwrap();
         let own = owner("a", "a", None);
         let (near, _far) = duplex(64);
+        let address = LinkAddress::default();
         let opened = sessions.open(
             Box::new(near),
             Arc::default(),
+            address.clone(),
             ticket.clone(),
             own.clone(),
             1,
@@ -511,8 +551,9 @@ mod tests {
         drop(opened);
         let (near, mut far) = duplex(1024);
         let (found, path) = (found.unwrap(), LinkPath::default());
-        let resumed = sessions.resume(found, Box::new(near), &path).await;
+        let resumed = sessions.resume(found, Box::new(near), &path, LATEST).await;
         assert!(resumed.is_none());
+        assert_eq!(address.get(), None);
         let mut answer = String::new();
         far.read_to_string(&mut answer).await.unwrap();
         assert!(answer.starts_with("HTTP/1.1 409 "), "{answer}");
@@ -524,14 +565,18 @@ mod tests {
         let ticket = sessions.ticket().unwrap();
         let (near, _far) = duplex(64);
         let own = owner("a", "a", None);
-        let _opened = sessions.open(Box::new(near), Arc::default(), ticket.clone(), own, 1);
+        let address = LinkAddress::default();
+        let (inbound, link) = (Arc::default(), address.clone());
+        let _opened = sessions.open(Box::new(near), inbound, link, ticket.clone(), own, 1);
         let resumed = async || {
             let found = sessions.find(&request(&ticket), Some(&BINDING), |_| true);
             let (found, path) = (found.unwrap(), LinkPath::default());
             let transport = Box::new(duplex(64).0);
-            sessions.resume(found, transport, &path).await.unwrap()
+            let resumed = sessions.resume(found, transport, &path, LATEST).await;
+            resumed.unwrap()
         };
         let (first, second, third) = (resumed().await, resumed().await, resumed().await);
+        assert_eq!(address.get(), Some(LATEST));
         let in_progress = first.turn().await.unwrap();
         let replaced = async move {
             assert!(second.turn().await.is_none());

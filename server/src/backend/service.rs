@@ -89,6 +89,7 @@ impl Service for Agents {
         let carrier = Carrier {
             cut: connection.cut,
             inbound: connection.inbound,
+            address: Some(self.peer.address),
         };
         let (stream, messages) =
             AgentStream::new(hello, self.limits.clone(), carrier, self.metrics.clone());

@@ -152,6 +152,9 @@ impl Tunnel for Memory {
             kind: "memory".to_owned(),
             health: self.health(),
             connections: 0,
+            address: None,
+            identifiers: Vec::new(),
+            more_identifiers: 0,
         }]
     }
 }

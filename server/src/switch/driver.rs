@@ -46,6 +46,8 @@ pub(crate) struct Switcher {
     router: Arc<Router>,
     /// Congestion control of agents' connections, for the status.
     pub(crate) link_congestion: Option<Arc<str>>,
+    /// Value of `--server-id`, for the status.
+    pub(crate) server_id: Option<Arc<str>>,
 }
 
 /// Reason for refusing a request.
@@ -140,6 +142,7 @@ pub(crate) fn start(
         shown: shown.clone(),
         router: router.clone(),
         link_congestion: None,
+        server_id: None,
     };
     let driver = Driver {
         machine,
@@ -216,6 +219,8 @@ impl Switcher {
         Status {
             link_congestion: self.link_congestion.as_deref().map(str::to_owned),
             draining: self.router.is_draining(),
+            server_id: self.server_id.as_deref().map(str::to_owned),
+            version: Some(env!("CARGO_PKG_VERSION").to_owned()),
             mode: shown.mode,
             set_by: shown.set_by,
             new_dials: [Some(route.first), second].into_iter().flatten().collect(),

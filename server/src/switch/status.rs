@@ -19,6 +19,12 @@ pub struct Status {
     /// True if this server drains: it stops soon, and still serves dials.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub draining: bool,
+    /// Id of the server, the value of `--server-id`. Missing in the answer of older servers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub server_id: Option<String>,
+    /// Version of the server. Missing in the answer of older servers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<String>,
     /// Congestion control of agents' connections, as the kernel names it. Missing in the answer of older servers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub link_congestion: Option<String>,
@@ -105,5 +111,52 @@ impl Request {
             return Err(format!("drain must be >= 0, got {drain}"));
         }
         Ok(Some(drain.saturating()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    /// Answer of a server without the newer fields.
+    const OLD: &str = r#"{"mode":"konnectivity","setBy":"flag","newDials":["konnectivity"],
+        "switch":{"phase":"settled"},"tunnels":[{"tunnel":"konnectivity","health":"healthy","connections":1,"dials":0,
+        "peers":[{"name":"a","kind":"agent, native","health":"healthy","connections":1}]}],"problems":[]}"#;
+
+    #[test]
+    fn new_fields_are_missing_in_the_answer_of_an_older_server() {
+        let old: Status = serde_json::from_str(OLD).unwrap();
+        assert_eq!((&old.server_id, &old.version), (&None, &None));
+        let peer = &old.tunnels[0].peers[0];
+        assert_eq!((peer.address, peer.more_identifiers), (None, 0));
+        assert_eq!(peer.describe_identifiers(), "");
+        let again: Value = serde_json::to_value(&old).unwrap();
+        assert_eq!(again, serde_json::from_str::<Value>(OLD).unwrap());
+    }
+
+    #[test]
+    fn addresses_identifiers_server_and_version_are_in_the_answer() {
+        let mut status: Status = serde_json::from_str(OLD).unwrap();
+        status.server_id = Some("s".to_owned());
+        status.version = Some("0.2.0".to_owned());
+        let peer = &mut status.tunnels[0].peers[0];
+        peer.address = Some(([192, 0, 2, 1], 1000).into());
+        peer.identifiers = vec!["ipv4=10.0.0.1".to_owned(), "host=a".to_owned()];
+        peer.more_identifiers = 3;
+        let text = "ipv4=10.0.0.1, host=a, and 3 more";
+        assert_eq!(peer.describe_identifiers(), text);
+        let answer = serde_json::to_value(&status).unwrap();
+        assert_eq!(answer["serverId"], "s");
+        assert_eq!(answer["version"], "0.2.0");
+        let peer = json!({
+            "name": "a", "kind": "agent, native", "health": "healthy", "connections": 1,
+            "address": "192.0.2.1:1000", "identifiers": ["ipv4=10.0.0.1", "host=a"], "moreIdentifiers": 3,
+        });
+        assert_eq!(answer["tunnels"][0]["peers"], json!([peer]));
+        assert_eq!(serde_json::from_value::<Status>(answer).unwrap(), status);
     }
 }

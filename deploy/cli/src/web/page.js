@@ -72,12 +72,14 @@ function show(name, data, build) {
 function peerRows({ tunnels, gone }) {
   const rows = [];
   for (const tunnel of tunnels) {
-    rows.push(row(tunnel.name, [state(tunnel.health), tunnel.connections, tunnel.dials, ""], "tunnel"));
-    for (const [name, kind, health, connections] of tunnel.peers) rows.push(row(name, [state(health), connections, "", kind], "peer"));
-    if (tunnel.leftOut > 0) rows.push(empty(5, "and " + count(tunnel.leftOut) + " more peers"));
+    rows.push(row(tunnel.name, [state(tunnel.health), tunnel.connections, tunnel.dials, "", "", ""], "tunnel"));
+    for (const [name, kind, health, connections, address, identifiers] of tunnel.peers) {
+      rows.push(row(name, [state(health), connections, "", address, kind, identifiers], "peer"));
+    }
+    if (tunnel.leftOut > 0) rows.push(empty(7, "and " + count(tunnel.leftOut) + " more peers"));
     for (const peer of gone.filter((peer) => peer.tunnel === tunnel.name)) {
       const since = peer.minutes === 0 ? "less than 1 min" : peer.minutes + " min";
-      rows.push(row(peer.name, [state("gone for " + since), { number: "-" }, "", peer.kind], "peer gone"));
+      rows.push(row(peer.name, [state("gone for " + since), { number: "-" }, "", "", peer.kind, ""], "peer gone"));
     }
   }
   return rows;

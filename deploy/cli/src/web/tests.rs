@@ -13,9 +13,14 @@ fn status(names: &[&str]) -> Status {
         kind: "agent, native".to_owned(),
         health: Health::Healthy,
         connections: 1,
+        address: None,
+        identifiers: Vec::new(),
+        more_identifiers: 0,
     };
     Status {
         draining: false,
+        server_id: None,
+        version: None,
         link_congestion: None,
         mode: Mode::Konnectivity,
         set_by: culvert_server::switch::SetBy::Flag,
@@ -153,11 +158,22 @@ async fn hostile_peers_stay_text_and_have_a_limit() {
     let mut names = vec!["agent"; 700];
     names.push(hostile);
     let mut answer = answer(&names, 0, 0);
-    answer.status.tunnels[0].peers[700].health = Health::Doubtful;
+    let last = &mut answer.status.tunnels[0].peers[700];
+    last.health = Health::Doubtful;
+    last.address = Some(([192, 0, 2, 1], 1000).into());
+    last.identifiers = vec!["host=<b>".to_owned()];
+    last.more_identifiers = 2;
     let view = view(&Watched::new("x".to_owned(), answer));
     let tunnel = &view["tunnels"][0];
     assert_eq!(tunnel["leftOut"], 201);
-    let row = serde_json::json!([hostile, "agent, native", "doubtful", 1]);
+    let row = serde_json::json!([
+        hostile,
+        "agent, native",
+        "doubtful",
+        1,
+        "192.0.2.1:1000",
+        "host=<b>, and 2 more"
+    ]);
     assert_eq!(tunnel["peers"][0], row);
     assert_eq!(view["reasons"][0], "konnectivity: 1 of 701 peers doubtful");
 }

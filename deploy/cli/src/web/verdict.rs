@@ -122,6 +122,9 @@ mod tests {
             kind: "agent, native".to_owned(),
             health: Health::Healthy,
             connections: 1,
+            address: None,
+            identifiers: Vec::new(),
+            more_identifiers: 0,
         };
         let tunnel = |tunnel, health, peers| TunnelStatus {
             tunnel,
@@ -133,6 +136,8 @@ mod tests {
         let peers = vec![peer("a"), peer("b")];
         Status {
             draining: false,
+            server_id: None,
+            version: None,
             link_congestion: None,
             mode: Mode::Konnectivity,
             set_by: SetBy::Flag,

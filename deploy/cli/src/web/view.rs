@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use super::figures::{Counters, Counts, Figures, FileSet};
 use super::history::{self, Curve, History, with_label};
 use super::verdict::{Expiry, duration};
-use crate::description::facts;
+use crate::description::{address, facts};
 
 /// Maximum number of peers on the page. The peers of the worst health come first.
 const MAX_PEERS: usize = 500;
@@ -49,8 +49,8 @@ struct Tunnel {
     left_out: usize,
 }
 
-/// Name, kind, health and connections of a peer.
-type PeerRow = (String, String, &'static str, usize);
+/// Name, kind, health, connections, address and identifiers of a peer.
+type PeerRow = (String, String, &'static str, usize, String, String);
 
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
@@ -157,6 +157,8 @@ fn peers(peers: &[Peer]) -> Vec<PeerRow> {
             peer.kind.clone(),
             health,
             peer.connections,
+            address(peer),
+            peer.describe_identifiers(),
         )
     };
     shown.map(row).collect()

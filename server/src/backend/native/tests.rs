@@ -212,8 +212,9 @@ async fn offer_of_quic_does_not_disturb_an_agent_that_does_not_know_quic() {
         let mut preface = [0; 24];
         far.read_exact(&mut preface).await.unwrap();
         assert_eq!(&preface, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n");
-        let kind = server.agents.registry.peers().pop().unwrap().kind;
-        assert_eq!(kind, "agent, native");
+        let peer = server.agents.registry.peers().pop().unwrap();
+        assert_eq!(peer.kind, "agent, native");
+        assert_eq!(peer.address, Some(server.agents.peer.address));
     };
     tokio::select! {
         () = talk => {}

@@ -371,6 +371,9 @@ impl Clients {
                     kind: format!("{program}, {transport}"),
                     health: client.health(),
                     connections: client.peer.as_ref().map_or(0, Peer::flows),
+                    address: Some(client.remote),
+                    identifiers: Vec::new(),
+                    more_identifiers: 0,
                 }
             })
             .collect()

@@ -164,9 +164,12 @@ async fn link_without_tcp_connection_is_a_peer_until_its_last_stream_ends() {
     let address = quic.endpoint.local_addr().unwrap();
     let row = Peer {
         name: "a".to_owned(),
-        kind: format!("agent, QUIC without TCP, from {address}"),
+        kind: "agent, QUIC without TCP".to_owned(),
         health: Health::Draining,
         connections: 1,
+        address: Some(address),
+        identifiers: Vec::new(),
+        more_identifiers: 0,
     };
     until(|| peers() == [row.clone()]).await;
     // The agent connects again, without QUIC.

@@ -51,12 +51,16 @@ impl RetiredLink {
         let address = SocketAddr::new(address.ip().to_canonical(), address.port());
         Peer {
             name: self.agent_id.clone(),
-            kind: format!("agent, QUIC without TCP, from {address}"),
+            kind: "agent, QUIC without TCP".to_owned(),
             health: match self.link.is_healthy() {
                 true => Health::Draining,
                 false => Health::Doubtful,
             },
             connections: self.link.open(),
+            address: Some(address),
+            // The link gets no new dials.
+            identifiers: Vec::new(),
+            more_identifiers: 0,
         }
     }
 }

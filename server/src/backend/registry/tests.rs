@@ -187,6 +187,19 @@ fn metrics_count_the_keys_of_each_strategy() {
 }
 
 #[test]
+fn peers_have_the_first_identifiers_and_the_number_of_the_others() {
+    let mut world = World::new(&[Strategy::DestHost]);
+    let hosts: Vec<_> = (0..20).map(|n| format!("host=h{n:02}")).collect();
+    world.connect("many", &format!("{}&default-route=1", hosts.join("&")));
+    world.connect("none", "");
+    let mut peers = world.registry.peers();
+    peers.sort_by(|a, b| a.name.cmp(&b.name));
+    let shown: Vec<_> = peers.iter().map(Peer::describe_identifiers).collect();
+    let many = "default-route=true, host=h00, host=h01, host=h02, host=h03, host=h04, host=h05, host=h06, and 13 more";
+    assert_eq!(shown, [many, ""]);
+}
+
+#[test]
 fn health_follows_the_best_agent_of_all_strategies() {
     let mut world = World::new(&[Strategy::DestHost, Strategy::DefaultRoute]);
     assert_eq!(world.registry.health(), Health::Absent);
