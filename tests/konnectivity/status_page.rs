@@ -193,6 +193,9 @@ async fn wrong_uses_fail_at_once() {
         (&["--web"][..], 1, "Error: cannot reach a server at"),
         (&["--web=0.0.0.0:0"][..], 2, "not a loopback address"),
         (&["--web", "--json"][..], 2, "cannot be used with"),
+        (&["--web", "--check"][..], 2, "cannot be used with"),
+        (&["--web", "--timeout=1s"][..], 2, "cannot be used with"),
+        (&["--timeout=-1s"][..], 2, "must be >= 0"),
     ] {
         let args = [&["status", &socket], args].concat();
         let mut program = Program::spawn("culvert", args, &[]);

@@ -14,7 +14,8 @@ use culvert_server::tunnel::{Health, Kind};
 use culvert_tests::metrics::http_get;
 use culvert_tests::process::ours;
 use culvert_tests::skip::skip;
-use culvert_tests::{Executable, Mode, Program, Topology, Transport, eventually};
+use culvert_tests::{Executable, Mode, Program, Signal, Topology, Transport, eventually};
+use serde_json::{Value, json};
 
 use crate::support::*;
 
@@ -72,9 +73,15 @@ impl Switchable {
 }
 
 async fn culvert(args: &[&str]) -> (bool, String) {
+    let (code, text) = exit_code(args).await;
+    (code == Some(0), text)
+}
+
+/// Runs `culvert`, and returns its exit code and its output.
+async fn exit_code(args: &[&str]) -> (Option<i32>, String) {
     let mut program = Program::spawn("culvert", args, &[]);
     let status = program.wait_exit(LIMIT).await;
-    (status.success(), program.log())
+    (status.code(), program.log())
 }
 
 #[tokio::test]
@@ -406,6 +413,47 @@ async fn log_and_status_show_the_address_and_the_identifiers_of_an_agent() {
     let row = format!("{address}  agent, native  {listed}\n");
     assert!(done && text.contains(&row), "{text}");
     assert!(text.contains("server id   server-0\n"), "{text}");
+}
+
+#[tokio::test]
+async fn verdict_is_the_first_line_and_check_turns_it_into_an_exit_code() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("admin.socket");
+    let socket = format!("--admin-uds={}", socket.display());
+    let builder = Topology::builder(Mode::HttpConnect, Transport::Uds).servers(1);
+    let mut topology = builder.server_args(&[&socket]).start().await;
+    let degraded = "verdict     degraded\nreason      no healthy peer for new dials\n";
+    for (flags, expected) in [(&[][..], 0), (&["--check"][..], 3)] {
+        let (code, text) = exit_code(&[&["status", &socket], flags].concat()).await;
+        assert_eq!(code, Some(expected), "{text}");
+        assert!(text.starts_with(degraded), "{text}");
+    }
+    let json = ["status", "--json", "--check", &socket];
+    let (code, text) = exit_code(&json).await;
+    assert_eq!(code, Some(3), "{text}");
+    let report: Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(report["verdict"], "degraded");
+    assert_eq!(report["reasons"], json!(["no healthy peer for new dials"]));
+
+    topology.add_agent(Executable::Ours, &[]).await;
+    topology.wait_for_agents().await;
+    let (code, text) = exit_code(&["status", "--check", &socket]).await;
+    assert_eq!(code, Some(0), "{text}");
+    assert!(text.starts_with("verdict     ok\n"), "{text}");
+    let (code, text) = exit_code(&json).await;
+    assert_eq!(code, Some(0), "{text}");
+    let report: Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(
+        (&report["verdict"], &report["reasons"]),
+        (&json!("ok"), &json!([]))
+    );
+
+    topology.server(0).signal(Signal::STOP);
+    let (code, text) = exit_code(&["status", "--check", "--timeout=300ms", &socket]).await;
+    assert_eq!(code, Some(1), "{text}");
+    assert!(text.contains("Error: no answer from "), "{text}");
+    assert!(text.contains("in 300ms"), "{text}");
+    topology.server(0).signal(Signal::CONT);
 }
 
 #[tokio::test]

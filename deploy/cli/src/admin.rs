@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use bytes::Bytes;
+use culvert_host::flags::GoDuration;
 use culvert_host::net::dial::split_host_port;
 use culvert_host::tls::{self, Identity, TlsOptions, TrustBundle};
 use culvert_kit::client::BoxedStream;
@@ -103,11 +104,23 @@ impl Admin {
         understand(code, StatusCode::OK, &body)
     }
 
+    /// Returns the status of the server's tunnels and the server's metrics, at most `limit` later.
+    ///
+    /// # Errors
+    /// Fails if the server cannot be reached, or if one of the answers cannot be read.
+    pub(crate) async fn status_and_metrics(
+        &self,
+        limit: Duration,
+    ) -> anyhow::Result<(Status, Metrics)> {
+        let (status, metrics) = (self.status(limit), self.metrics(limit));
+        tokio::try_join!(Box::pin(status), Box::pin(metrics))
+    }
+
     /// Returns the server's metrics, at most `limit` later.
     ///
     /// # Errors
     /// Fails if the server cannot be reached or the answer is not a metrics page.
-    pub(crate) async fn metrics(&self, limit: Duration) -> anyhow::Result<Metrics> {
+    async fn metrics(&self, limit: Duration) -> anyhow::Result<Metrics> {
         let asked = self.ask(Method::GET, METRICS_PATH, Bytes::new(), limit);
         let (code, body) = asked.await.map_err(|failed| failed.why)?;
         let page = expect(code, StatusCode::OK, &body)?;
@@ -267,6 +280,15 @@ impl Admin {
         path.map(|path| path.display().to_string())
             .or_else(|| self.admin.clone())
             .unwrap_or_default()
+    }
+}
+
+/// Parses the value of a flag for a duration.
+pub(crate) fn duration(text: &str) -> Result<GoDuration, String> {
+    let duration: GoDuration = text.parse().map_err(|error| format!("{error}"))?;
+    match duration.nanos() {
+        ..0 => Err("must be >= 0".to_owned()),
+        _ => Ok(duration),
     }
 }
 

@@ -10,8 +10,10 @@ macro_rules! say {
 mod admin;
 mod description;
 pub mod dev;
+mod figures;
 pub mod render;
 pub mod status;
 pub mod stdout;
 pub mod switch;
+mod verdict;
 mod web;

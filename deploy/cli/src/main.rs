@@ -34,7 +34,10 @@ fn main() -> ExitCode {
         Command::Dev(options) => dev::run(&options),
         Command::Render(options) => render::run(&options),
         Command::Status(options) => ask(status::run(&options)),
-        Command::Switch(options) => ask(switch::run(&options)),
+        Command::Switch(options) => ask(async {
+            switch::run(&options).await?;
+            anyhow::Ok(ExitCode::SUCCESS)
+        }),
     };
     match stdout::finish() {
         Ok(()) => code,
@@ -42,8 +45,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs a command that sends a request to a server.
-fn ask(command: impl Future<Output = anyhow::Result<()>>) -> ExitCode {
+/// Runs a command that sends requests to a server.
+fn ask(command: impl Future<Output = anyhow::Result<ExitCode>>) -> ExitCode {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build();
@@ -51,7 +54,7 @@ fn ask(command: impl Future<Output = anyhow::Result<()>>) -> ExitCode {
         .map_err(anyhow::Error::from)
         .and_then(|runtime| runtime.block_on(command));
     match outcome {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(error) => fail(format_args!("{error:#}")),
     }
 }

@@ -3,14 +3,22 @@
 
 use std::fmt::Write as _;
 use std::net::SocketAddr;
+use std::process::ExitCode;
 
+use culvert_host::flags::GoDuration;
 use culvert_server::switch::status::Status;
 use culvert_server::tunnel::Peer;
+use serde::Serialize;
 
-use crate::admin::{Admin, TIMEOUT};
+use crate::admin::{Admin, TIMEOUT, duration};
 use crate::description::{address, facts};
+use crate::figures::Figures;
 use crate::stdout::printable;
+use crate::verdict::{clock, reasons, verdict};
 use crate::web;
+
+/// Exit code of `--check` for a verdict that is not ok. Code 1 is an error, and 2 a wrong flag.
+const NOT_OK: u8 = 3;
 
 /// Flags of `culvert status`.
 #[derive(clap::Args)]
@@ -22,6 +30,15 @@ pub struct Options {
     #[arg(long)]
     json: bool,
 
+    /// Exit with code 3 if the verdict is not ok. Without the flag, the code is 0 once the server has answered. An error,
+    /// such as a server that does not answer, has code 1, and a wrong flag code 2.
+    #[arg(long)]
+    check: bool,
+
+    /// Longest time for the answers of the server. 30s by default.
+    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    timeout: Option<GoDuration>,
+
     /// Show the status as a page in the browser, until Ctrl-C. Prints the URL of the page. The address must be a
     /// loopback address, and port 0 is a free port.
     #[arg(
@@ -30,36 +47,58 @@ pub struct Options {
         num_args = 0..=1,
         default_missing_value = "127.0.0.1:0",
         value_parser = web::address,
-        conflicts_with = "json"
+        conflicts_with_all = ["json", "check", "timeout"]
     )]
     web: Option<SocketAddr>,
 }
 
-/// Runs the command.
-///
-/// # Errors
-/// Fails if the server does not answer the request.
-pub async fn run(options: &Options) -> anyhow::Result<()> {
-    if let Some(address) = options.web {
-        return web::run(&options.admin, address).await;
-    }
-    let status = options.admin.status(TIMEOUT).await?;
-    if options.json {
-        say!("{}", serde_json::to_string_pretty(&status)?);
-    } else {
-        say!("{}", render(&status).trim_end());
-    }
-    Ok(())
+/// Output of `--json`: the answer of the server, and the verdict about it.
+#[derive(Serialize)]
+struct Report<'a> {
+    verdict: &'static str,
+    /// Reasons of the verdict; empty if the verdict is ok.
+    reasons: &'a [String],
+    #[serde(flatten)]
+    status: &'a Status,
 }
 
-/// Formats the status as text for people.
-pub fn render(status: &Status) -> String {
+/// Runs the command and returns its exit code.
+///
+/// # Errors
+/// Fails if the server does not answer the requests.
+pub async fn run(options: &Options) -> anyhow::Result<ExitCode> {
+    if let Some(address) = options.web {
+        web::run(&options.admin, address).await?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let limit = options.timeout.map_or(TIMEOUT, GoDuration::saturating);
+    let (status, metrics) = options.admin.status_and_metrics(limit).await?;
+    let reasons = reasons(&status, &Figures::read(&metrics), clock());
+    if options.json {
+        let report = Report {
+            verdict: verdict(&reasons),
+            reasons: &reasons,
+            status: &status,
+        };
+        say!("{}", serde_json::to_string_pretty(&report)?);
+    } else {
+        say!("{}", render(&status, &reasons).trim_end());
+    }
+    Ok(match options.check && !reasons.is_empty() {
+        true => ExitCode::from(NOT_OK),
+        false => ExitCode::SUCCESS,
+    })
+}
+
+/// Formats the status and the reasons of the verdict as text for people. The verdict is the first line.
+fn render(status: &Status, reasons: &[String]) -> String {
     let mut text = String::new();
-    let problems = status.problems.iter().map(|text| printable(text));
-    let problems = problems.map(|problem| ("problem", problem));
+    let verdict = [("verdict", verdict(reasons).to_owned())];
+    let reasons = reasons.iter().map(|reason| ("reason", reason.clone()));
     let version = status.version.iter();
     let version = version.map(|version| ("version", printable(version)));
-    for (name, value) in facts(status).into_iter().chain(version).chain(problems) {
+    let rows = verdict.into_iter().chain(reasons);
+    for (name, value) in rows.chain(facts(status)).chain(version) {
         let _ = writeln!(text, "{name:<12}{value}");
     }
     text.push('\n');
@@ -139,6 +178,8 @@ fn identifiers(peer: &Peer) -> String {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used, clippy::indexing_slicing)]
+
     use culvert_server::switch::SetBy;
     use culvert_server::switch::status::Progress;
     use culvert_server::tunnel::{Health, Kind, Mode, TunnelStatus};
@@ -194,7 +235,12 @@ mod tests {
             problems: vec!["cannot save \"a\u{9b}2J\"".to_owned()],
             unsaved: false,
         };
+        let reasons = reasons(&status, &Figures::default(), 0.0);
         let expected = "\
+verdict     degraded
+reason      the server drains: it stops soon
+reason      switch in progress: draining konnectivity: 12 left, closed in 3m51s
+reason      problem: cannot save \"a\\u{9b}2J\"
 server      draining: it stops soon
 server id   server\\n0
 mode        openvpn (set by switch)
@@ -203,7 +249,6 @@ switch      draining konnectivity: 12 left, closed in 3m51s
 last switch took 0.2s
 agent links congestion control bbr
 version     0.1.0
-problem     cannot save \"a\\u{9b}2J\"
 
 TUNNEL, PEER             HEALTH     CONNECTIONS   DIALS  ADDRESS          KIND                    IDENTIFIERS
 konnectivity             healthy             11       1
@@ -211,7 +256,17 @@ konnectivity             healthy             11       1
 openvpn                  healthy              3       1
   client 10.20.0.6       healthy              3                           OpenVPN, TCP
 ";
-        assert_eq!(render(&status), expected);
+        assert_eq!(render(&status, &reasons), expected);
+        let report = Report {
+            verdict: verdict(&reasons),
+            reasons: &reasons,
+            status: &status,
+        };
+        let json = serde_json::to_value(&report).unwrap();
+        assert_eq!(json["verdict"], "degraded");
+        assert_eq!(json["reasons"][0], "the server drains: it stops soon");
+        let read: Status = serde_json::from_value(json).unwrap();
+        assert_eq!(read, status);
     }
 
     #[test]
@@ -246,7 +301,8 @@ openvpn                  healthy              3       1
             problems: Vec::new(),
             unsaved: false,
         };
-        let text = render(&status);
+        let text = render(&status, &[]);
+        assert!(text.starts_with("verdict     ok\nmode "), "{text}");
         let rows = text
             .lines()
             .filter(|line| line.contains("ealthy") || line.contains("HEALTH"));

@@ -10,7 +10,7 @@ use culvert_server::switch::status::{Progress, Request, Status};
 use culvert_server::tunnel::Mode;
 use tokio::time::{Instant, sleep_until};
 
-use crate::admin::{Admin, TIMEOUT};
+use crate::admin::{Admin, TIMEOUT, duration};
 use crate::description::progress;
 use crate::stdout::printable;
 
@@ -35,7 +35,7 @@ pub struct Options {
 
     /// Time for connections of the old tunnel to end; by default the server's --tunnel-drain. If a switch to
     /// the same mode is already in progress, its deadline is replaced: the time counts from now.
-    #[arg(long, value_name = "DURATION", value_parser = drain)]
+    #[arg(long, value_name = "DURATION", value_parser = duration)]
     drain: Option<GoDuration>,
 
     /// Wait until no connection of the old mode is left. If the wait is interrupted, the switch continues; a switch to the
@@ -45,7 +45,7 @@ pub struct Options {
 
     /// Longest time for the request, and with --wait for request and wait together; the switch continues afterwards. Without
     /// the flag, the wait has no limit. The request alone never takes longer than 30s.
-    #[arg(long, value_name = "DURATION", value_parser = drain)]
+    #[arg(long, value_name = "DURATION", value_parser = duration)]
     timeout: Option<GoDuration>,
 }
 
@@ -127,14 +127,6 @@ fn changed(status: &Status) -> String {
         ),
         SetBy::File => format!("--tunnel-mode-file has changed the mode to {mode}"),
         SetBy::Switch => format!("another switch has changed the mode to {mode}"),
-    }
-}
-
-fn drain(text: &str) -> Result<GoDuration, String> {
-    let drain: GoDuration = text.parse().map_err(|error| format!("{error}"))?;
-    match drain.nanos() {
-        ..0 => Err("must be >= 0".to_owned()),
-        _ => Ok(drain),
     }
 }
 

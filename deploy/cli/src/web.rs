@@ -5,16 +5,14 @@
 //! listener has no path that changes a state.
 
 mod access;
-mod figures;
 mod history;
-mod verdict;
 mod view;
 
 use std::future::ready;
 use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use anyhow::{Context as _, anyhow};
 use bytes::Bytes;
@@ -27,12 +25,12 @@ use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 use self::access::{Access, policy, protected};
-use self::figures::Figures;
 use self::history::History;
-use self::verdict::{duration, reasons};
 use self::view::View;
 use crate::admin::{Admin, TIMEOUT};
+use crate::figures::Figures;
 use crate::stdout::printable;
+use crate::verdict::{clock, duration, reasons, verdict};
 
 const STYLE: &str = include_str!("web/page.css");
 const SCRIPT: &str = include_str!("web/page.js");
@@ -77,8 +75,7 @@ struct Watched {
 
 impl Answer {
     async fn get(admin: &Admin, limit: Duration) -> anyhow::Result<Self> {
-        let status = admin.status(limit).await?;
-        let metrics = admin.metrics(limit).await?;
+        let (status, metrics) = admin.status_and_metrics(limit).await?;
         Ok(Self {
             at: Instant::now(),
             clock: clock(),
@@ -133,6 +130,7 @@ impl Watched {
         let mut view = View::new(status, figures, &self.history, now, clock);
         view.server.clone_from(&self.name);
         view.reasons = late.into_iter().chain(reasons).collect();
+        view.verdict = verdict(&view.reasons);
         view.is_old = is_old;
         view.time = self.last.clock;
         view
@@ -220,12 +218,6 @@ fn routes(access: Access, watched: &Arc<Mutex<Watched>>) -> anyhow::Result<Route
     Ok(Routes::new()
         .route("/", guarded(Box::new(page)))
         .route("/data", guarded(Box::new(data))))
-}
-
-/// Returns the time in Unix seconds.
-fn clock() -> f64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH);
-    since.unwrap_or_default().as_secs_f64()
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use std::time::Duration;
 use culvert_server::switch::status::Status;
 use tokio::time::Instant;
 
-use super::figures::{Counters, Counts, Figures, total};
+use crate::figures::{Counters, Counts, Figures, total};
 
 /// Time that the curves show.
 pub(super) const SPAN: Duration = Duration::from_secs(300);

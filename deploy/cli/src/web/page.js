@@ -144,8 +144,8 @@ function render(data) {
   lastAnswer = Date.now();
   lastTime = data.time;
   document.body.className = data.isOld ? "old" : "";
-  const ok = data.reasons.length === 0;
-  verdict(ok ? "ok" : "degraded", ok ? "ok" : data.isOld ? "bad" : "warn", data.reasons);
+  const ok = data.verdict === "ok";
+  verdict(data.verdict, ok ? "ok" : data.isOld ? "bad" : "warn", data.reasons);
   times(data.isOld);
   id("server").textContent = clean(data.server);
   show("facts", data.facts, (facts) => facts.flatMap(([name, value]) => [make("dt", name), make("dd", value)]));

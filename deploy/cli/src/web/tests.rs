@@ -140,10 +140,12 @@ async fn peer_that_leaves_is_shown_as_gone_until_it_returns_or_is_old() {
 async fn data_are_old_once_the_server_does_not_answer() {
     let mut watched = Watched::new("x".to_owned(), answer(&["a"], 0, 0));
     assert_eq!(view(&watched)["reasons"], serde_json::json!([]));
+    assert_eq!(view(&watched)["verdict"], "ok");
     assert_eq!(view(&watched)["isOld"], false);
     sleep(Duration::from_secs(13)).await;
     let late = "the server has not answered for 13 s: no answer yet";
     assert_eq!(view(&watched)["reasons"], serde_json::json!([late]));
+    assert_eq!(view(&watched)["verdict"], "degraded");
     watched.add(Err(anyhow::anyhow!("cannot reach\n it")));
     let late = "the server has not answered for 13 s: cannot reach\\n it";
     assert_eq!(view(&watched)["reasons"], serde_json::json!([late]));

@@ -5,10 +5,10 @@ use culvert_server::tunnel::{Health, Peer};
 use serde::Serialize;
 use tokio::time::Instant;
 
-use super::figures::{Counters, Counts, Figures, FileSet};
 use super::history::{self, Curve, History, with_label};
-use super::verdict::{Expiry, duration};
 use crate::description::{address, facts};
+use crate::figures::{Counters, Counts, Figures, FileSet};
+use crate::verdict::{Expiry, duration};
 
 /// Maximum number of peers on the page. The peers of the worst health come first.
 const MAX_PEERS: usize = 500;
@@ -19,7 +19,9 @@ const MAX_PEERS: usize = 500;
 pub(super) struct View {
     /// Path or address of the admin pages.
     pub(super) server: String,
-    /// No reason means ok.
+    /// `ok` or `degraded`.
+    pub(super) verdict: &'static str,
+    /// Reasons of the verdict; empty if the verdict is ok.
     pub(super) reasons: Vec<String>,
     /// True if the data are not the current state of the server.
     pub(super) is_old: bool,
@@ -101,7 +103,7 @@ struct Certificate {
 }
 
 impl View {
-    /// Describes the last answer of a server and its history, without the reasons of a failure. `clock` is in Unix seconds.
+    /// Describes the last answer of a server and its history, without a verdict and its reasons. `clock` is in Unix seconds.
     pub(super) fn new(
         status: &Status,
         figures: &Figures,
@@ -126,6 +128,7 @@ impl View {
         });
         Self {
             server: String::new(),
+            verdict: "",
             reasons: Vec::new(),
             is_old: false,
             time: clock,

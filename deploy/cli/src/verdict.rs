@@ -1,10 +1,12 @@
 //! The verdict about a server: ok, or the reasons why the server is degraded.
 
+use std::time::{SystemTime, UNIX_EPOCH};
+
 use culvert_server::switch::status::{Progress, Status};
 use culvert_server::tunnel::{Health, TunnelStatus};
 
-use super::figures::{Figures, FileSet};
 use crate::description::progress;
+use crate::figures::{Figures, FileSet};
 use crate::stdout::printable;
 
 /// Time before the expiry of a certificate from which the certificate is a reason, in seconds: 14 days, as in the alerts of
@@ -16,7 +18,7 @@ const CRL_SOON: f64 = 86_400.0;
 
 /// State of a certificate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Expiry {
+pub(crate) enum Expiry {
     /// The certificate expires later.
     Valid,
     /// The certificate expires soon.
@@ -27,7 +29,7 @@ pub(super) enum Expiry {
 
 impl Expiry {
     /// Returns the state of a certificate that expires in `left` seconds.
-    pub(super) fn of(certificate: &str, left: f64) -> Self {
+    pub(crate) fn of(certificate: &str, left: f64) -> Self {
         let soon = if certificate == "crl" { CRL_SOON } else { SOON };
         match left {
             _ if left <= 0.0 => Self::Expired,
@@ -37,8 +39,22 @@ impl Expiry {
     }
 }
 
+/// Returns the verdict with these reasons.
+pub(crate) fn verdict(reasons: &[String]) -> &'static str {
+    match reasons {
+        [] => "ok",
+        _ => "degraded",
+    }
+}
+
+/// Returns the time in Unix seconds.
+pub(crate) fn clock() -> f64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.unwrap_or_default().as_secs_f64()
+}
+
 /// Returns the reasons why a server is degraded; no reason means ok. `now` is in Unix seconds.
-pub(super) fn reasons(status: &Status, figures: &Figures, now: f64) -> Vec<String> {
+pub(crate) fn reasons(status: &Status, figures: &Figures, now: f64) -> Vec<String> {
     let mut reasons = Vec::new();
     if status.draining {
         reasons.push("the server drains: it stops soon".to_owned());
@@ -99,7 +115,7 @@ fn files(set: &FileSet, now: f64, reasons: &mut Vec<String>) {
 }
 
 /// Formats a time in its largest whole unit.
-pub(super) fn duration(seconds: f64) -> String {
+pub(crate) fn duration(seconds: f64) -> String {
     let (unit, name) = match seconds {
         _ if seconds >= 2.0 * 86_400.0 => (86_400.0, "days"),
         _ if seconds >= 2.0 * 3600.0 => (3600.0, "h"),
@@ -170,7 +186,10 @@ mod tests {
     #[test]
     fn healthy_server_has_no_reason_although_an_unused_tunnel_has_no_peer() {
         let figures = figures("own", 1e9, true);
-        assert_eq!(reasons(&healthy(), &figures, 0.0), [""; 0]);
+        let reasons = reasons(&healthy(), &figures, 0.0);
+        assert_eq!(reasons, [""; 0]);
+        assert_eq!(verdict(&reasons), "ok");
+        assert_eq!(verdict(&["a reason".to_owned()]), "degraded");
     }
 
     #[test]

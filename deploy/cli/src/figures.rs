@@ -1,56 +1,56 @@
-//! The figures of a server's metrics page that the status page shows.
+//! The figures of a server's metrics page for the verdict and for the status page.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use culvert_kit::metrics::Metrics;
 
 /// Values of the counters of one family, by the values of their labels.
-pub(super) type Counters = BTreeMap<Vec<String>, f64>;
+pub(crate) type Counters = BTreeMap<Vec<String>, f64>;
 
 /// Counters of a server.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(super) struct Counts {
+pub(crate) struct Counts {
     /// Dials, by tunnel and outcome. A dial that moved to the other tunnel counts there.
-    pub(super) dials: Counters,
+    pub(crate) dials: Counters,
     /// Failures of dials, by reason.
-    pub(super) failures: Counters,
+    pub(crate) failures: Counters,
     /// Refused peers, by listener and reason.
-    pub(super) refusals: Counters,
+    pub(crate) refusals: Counters,
     /// Payload bytes, by direction.
-    pub(super) bytes: Counters,
+    pub(crate) bytes: Counters,
 }
 
 /// A file set with certificates.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct FileSet {
+pub(crate) struct FileSet {
     /// Name of the file set.
-    pub(super) files: String,
+    pub(crate) files: String,
     /// Kind of each certificate, and its expiry in Unix seconds.
-    pub(super) expiries: Vec<(String, f64)>,
+    pub(crate) expiries: Vec<(String, f64)>,
     /// `None` if the server does not report reloads of the file set.
-    pub(super) last_reload_ok: Option<bool>,
+    pub(crate) last_reload_ok: Option<bool>,
     /// Number of reloads.
-    pub(super) reloads: f64,
+    pub(crate) reloads: f64,
     /// Number of failed reloads.
-    pub(super) failed_reloads: f64,
+    pub(crate) failed_reloads: f64,
 }
 
 /// Figures of one metrics page.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(super) struct Figures {
+pub(crate) struct Figures {
     /// Open connections of all tunnels.
-    pub(super) connections: f64,
+    pub(crate) connections: f64,
     /// Dials that wait for the answer of a peer.
-    pub(super) pending: f64,
-    pub(super) counts: Counts,
-    pub(super) file_sets: Vec<FileSet>,
+    pub(crate) pending: f64,
+    pub(crate) counts: Counts,
+    pub(crate) file_sets: Vec<FileSet>,
     /// Version of the server; `None` if the page does not have the version.
-    pub(super) version: Option<String>,
+    pub(crate) version: Option<String>,
 }
 
 impl Counts {
     /// Returns the increase since `before`, which belongs to an earlier page.
-    pub(super) fn since(&self, before: &Self) -> Self {
+    pub(crate) fn since(&self, before: &Self) -> Self {
         Self {
             dials: increase(&before.dials, &self.dials),
             failures: increase(&before.failures, &self.failures),
@@ -62,7 +62,7 @@ impl Counts {
 
 impl Figures {
     /// Reads the figures from a metrics page.
-    pub(super) fn read(metrics: &Metrics) -> Self {
+    pub(crate) fn read(metrics: &Metrics) -> Self {
         let sum = |name| metrics.value(name, &[]).unwrap_or_default();
         let mut dials = counters(
             metrics,
@@ -88,7 +88,7 @@ impl Figures {
 }
 
 /// Returns the sum of all counters.
-pub(super) fn total(counters: &Counters) -> f64 {
+pub(crate) fn total(counters: &Counters) -> f64 {
     counters.values().sum()
 }
 
