@@ -360,6 +360,34 @@ async fn node_tunnel_works_through_haproxy_that_ends_mutual_tls() {
 }
 
 #[tokio::test]
+async fn health_checks_of_haproxy_pass() {
+    let Some(haproxy) = HaProxy::get() else {
+        return;
+    };
+    let services = Services::start().await.unwrap();
+    let door = door(&services, &[]).await;
+    let node = Node::start(door.tunneling, &[RAW], &[]).await;
+    node.is_ready().await;
+    let mut ports = Ports::default();
+    for (health, path) in [
+        (door.stats, "/healthz"),
+        (door.stats, "/readyz"),
+        (door.stats, "/livez"),
+        (node.stats, "/healthz"),
+        (node.stats, "/readyz"),
+    ] {
+        let listen = SocketAddr::from(([127, 0, 0, 1], ports.next_port()));
+        let checking = haproxy.check(listen, node.listeners[0], health, path);
+        let (_running, line) = checking.await;
+        let has_passed = line.contains("Layer7 check passed, code: 200");
+        assert!(has_passed, "{path}: {line}");
+        let client = TcpStream::connect(listen).await.unwrap();
+        let echoed = check::echo(client, 2, 100);
+        timely("an echo through haproxy", echoed).await.unwrap();
+    }
+}
+
+#[tokio::test]
 async fn proxy_that_cannot_be_reached_is_named_with_its_flag() {
     let closed = ([127, 0, 0, 1], Ports::default().next_port()).into();
     let node = Node::start(closed, &[RAW], &[]).await;

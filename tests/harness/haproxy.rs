@@ -1,5 +1,6 @@
 //! haproxy as a front door that routes TLS clients by server name and passes TLS through. Operators without
-//! Envoy use haproxy for this, and its performance is the reference.
+//! Envoy use haproxy for this, and its performance is the reference. haproxy also ends TLS for a node tunnel, and checks the
+//! health of programs.
 //!
 //! The program is Debian's package, found through `PATH`. Without haproxy, tests print a message and pass;
 //! with `CI=true`, they fail.
@@ -109,6 +110,46 @@ backend plain
         );
         self.run(dir.expect("a temporary directory"), listen, &text)
             .await
+    }
+
+    /// Starts haproxy as a load balancer for TCP connections to `endpoint`. haproxy checks the endpoint by `option httpchk`
+    /// with its default method: by OPTIONS requests for `path` to the address `health`. Returns the log line of the first
+    /// check, too.
+    ///
+    /// # Panics
+    /// If haproxy does not listen, or logs no check, within [`PATIENCE`].
+    pub async fn check(
+        &self,
+        listen: SocketAddr,
+        endpoint: SocketAddr,
+        health: SocketAddr,
+        path: &str,
+    ) -> (RunningHaProxy, String) {
+        let dir = tempfile::Builder::new().prefix("culvert-").tempdir();
+        let (ip, port) = (health.ip(), health.port());
+        let text = format!(
+            "global
+    nbthread 2
+    fd-hard-limit 65536
+defaults
+    mode tcp
+    timeout connect 10s
+    timeout check 10s
+    timeout client 1h
+    timeout server 1h
+listen checked
+    bind {listen}
+    option httpchk {path}
+    option log-health-checks
+    server s0 {endpoint} check addr {ip} port {port} inter 1s fall 1 rise 1
+"
+        );
+        let running = self.run(dir.expect("a temporary directory"), listen, &text);
+        let running = running.await;
+        // The result precedes these words in the line.
+        let line = running.program.wait_for_log("check duration", PATIENCE);
+        let line = line.await;
+        (running, line)
     }
 
     async fn run(&self, dir: TempDir, listen: SocketAddr, text: &str) -> RunningHaProxy {

@@ -1,9 +1,13 @@
-//! Readiness of servers whose agents connect through a Service that routes to ready servers only.
+//! Readiness of servers whose agents connect through a Service that routes to ready servers only, and health checks of a
+//! load balancer.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use culvert_kit::check;
+use culvert_kit::services::Services;
+use culvert_tests::haproxy::HaProxy;
 use culvert_tests::{Executable, Mode, Topology, Transport, eventually};
 use tokio::io::copy_bidirectional;
 use tokio::net::{TcpListener, TcpStream};
@@ -91,4 +95,24 @@ async fn ready_without_agents_lets_agents_reach_a_new_server() {
     agent.shows("open_server_connections", 1.0).await;
     server_shows(&topology, "ready_backends", &[], 1.0).await;
     assert_eq!(get(topology.server_health(0), "/readyz").await.0, 200);
+}
+
+#[tokio::test]
+async fn health_checks_of_haproxy_pass() {
+    let Some(haproxy) = HaProxy::get() else {
+        return;
+    };
+    let services = Services::start().await.unwrap();
+    let mut topology = Topology::simple(Mode::HttpConnect, Transport::Uds).await;
+    for health in [topology.server_health(0), topology.agent_health(0)] {
+        for path in ["/healthz", "/readyz", "/ready"] {
+            let listen = SocketAddr::from(([127, 0, 0, 1], topology.next_port()));
+            let (_running, line) = haproxy.check(listen, services.raw, health, path).await;
+            let has_passed = line.contains("Layer7 check passed, code: 200");
+            assert!(has_passed, "{path}: {line}");
+            let client = TcpStream::connect(listen).await.unwrap();
+            let echoed = check::echo(client, 2, 100);
+            timely("an echo through haproxy", echoed).await.unwrap();
+        }
+    }
 }

@@ -22,9 +22,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{ALLOW, CONTENT_TYPE, HeaderValue};
+use http::header::{ALLOW, CONNECTION, CONTENT_TYPE, HeaderValue};
 use http::{HeaderName, Method, Request, Response, StatusCode};
-use http_body_util::{BodyExt as _, Full, LengthLimitError, Limited};
+use http_body_util::{BodyExt as _, Collected, Full, LengthLimitError, Limited};
 use hyper::body::{Body as _, Incoming};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
@@ -83,11 +83,22 @@ type Handler = Box<dyn Fn(Request<Bytes>) -> BoxFuture<Reply> + Send + Sync>;
 #[derive(Clone, Debug)]
 pub struct Reply(Response<Full<Bytes>>);
 
-/// Paths, their HTTP methods separated by `, `, and their handlers. The body of a request is empty unless the
-/// method is POST.
+/// Paths, their HTTP methods, and their handlers. Handlers of actions get the body of a request; other handlers get an empty
+/// body.
 #[derive(Default)]
 pub struct Routes {
-    handlers: HashMap<&'static str, (&'static str, Handler)>,
+    handlers: HashMap<&'static str, (Methods, Handler)>,
+}
+
+/// HTTP methods of a path.
+#[derive(Clone, Copy)]
+enum Methods {
+    /// Every method, as in Go's `http.ServeMux` without a method in the pattern.
+    Any,
+    /// GET and HEAD.
+    Read,
+    /// POST.
+    Action,
 }
 
 // === impl Reply ===
@@ -129,7 +140,18 @@ impl Routes {
         F: Fn(Request<Bytes>) -> R + Send + Sync + 'static,
         R: Future<Output = Reply> + Send + 'static,
     {
-        self.add("GET, HEAD", path, handler)
+        self.add(Methods::Read, path, handler)
+    }
+
+    /// Adds a path for which every method does the same, like [`route`](Self::route). Health checks need such paths: haproxy's
+    /// `option httpchk` sends OPTIONS by default. The handler must not change any state.
+    #[must_use]
+    pub fn any_method<F, R>(self, path: &'static str, handler: F) -> Self
+    where
+        F: Fn(Request<Bytes>) -> R + Send + Sync + 'static,
+        R: Future<Output = Reply> + Send + 'static,
+    {
+        self.add(Methods::Any, path, handler)
     }
 
     /// Adds a path that changes state. POST requests reach the handler, with a body of at most 64 KiB; other
@@ -140,10 +162,10 @@ impl Routes {
         F: Fn(Request<Bytes>) -> R + Send + Sync + 'static,
         R: Future<Output = Reply> + Send + 'static,
     {
-        self.add("POST", path, handler)
+        self.add(Methods::Action, path, handler)
     }
 
-    fn add<F, R>(mut self, methods: &'static str, path: &'static str, handler: F) -> Self
+    fn add<F, R>(mut self, methods: Methods, path: &'static str, handler: F) -> Self
     where
         F: Fn(Request<Bytes>) -> R + Send + Sync + 'static,
         R: Future<Output = Reply> + Send + 'static,
@@ -158,23 +180,38 @@ impl Routes {
         let Some((methods, handler)) = self.handlers.get(path) else {
             return pages::not_found(path);
         };
-        if !methods.split(", ").any(|method| request.method() == method) {
+        if let Some(allowed) = methods.refuse(request.method()) {
             return Reply::text(StatusCode::METHOD_NOT_ALLOWED, "Method Not Allowed\n")
-                .with(ALLOW, HeaderValue::from_static(methods));
+                .with(ALLOW, HeaderValue::from_static(allowed));
         }
         let (head, body) = request.into_parts();
-        let body = match head.method {
-            Method::POST => match read_body(body).await {
-                Ok(body) => body,
-                Err((status, text)) => return Reply::text(status, text),
-            },
-            _ => Bytes::new(),
-        };
-        handler(Request::from_parts(head, body)).await
+        match read_body(body, *methods).await {
+            Ok(body) => handler(Request::from_parts(head, body)).await,
+            Err((status, text)) => {
+                // hyper closes the connection, because the rest of the body is unread.
+                let reply = Reply::text(status, text);
+                reply.with(CONNECTION, HeaderValue::from_static("close"))
+            }
+        }
     }
 }
 
-async fn read_body(body: Incoming) -> Result<Bytes, (StatusCode, String)> {
+impl Methods {
+    /// Returns the permitted methods, separated by `, `, if `method` is not one of them.
+    fn refuse(self, method: &Method) -> Option<&'static str> {
+        match (self, method) {
+            (Self::Any, _)
+            | (Self::Read, &Method::GET | &Method::HEAD)
+            | (Self::Action, &Method::POST) => None,
+            (Self::Read, _) => Some("GET, HEAD"),
+            (Self::Action, _) => Some("POST"),
+        }
+    }
+}
+
+/// Reads the body of a request to its end, because a connection with unread bytes cannot serve another request. Returns the
+/// body of an action, and no bytes of other bodies.
+async fn read_body(body: Incoming, methods: Methods) -> Result<Bytes, (StatusCode, String)> {
     let too_long = || {
         let text = "Request Entity Too Large\n";
         (StatusCode::PAYLOAD_TOO_LARGE, text.to_owned())
@@ -182,9 +219,18 @@ async fn read_body(body: Incoming) -> Result<Bytes, (StatusCode, String)> {
     if body.size_hint().lower() > MAX_BODY_BYTES as u64 {
         return Err(too_long());
     }
-    let body = Limited::new(body, MAX_BODY_BYTES).collect();
-    match timeout(BODY_TIMEOUT, body).await {
-        Ok(Ok(body)) => Ok(body.to_bytes()),
+    let mut body = Limited::new(body, MAX_BODY_BYTES);
+    let read = async {
+        if let Methods::Action = methods {
+            return body.collect().await.map(Collected::to_bytes);
+        }
+        while let Some(frame) = body.frame().await {
+            frame?;
+        }
+        Ok(Bytes::new())
+    };
+    match timeout(BODY_TIMEOUT, read).await {
+        Ok(Ok(body)) => Ok(body),
         Ok(Err(error)) if error.is::<LengthLimitError>() => Err(too_long()),
         Ok(Err(error)) => Err((StatusCode::BAD_REQUEST, format!("{error}\n"))),
         Err(_) => Err((StatusCode::REQUEST_TIMEOUT, "Request Timeout\n".to_owned())),

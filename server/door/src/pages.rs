@@ -31,9 +31,9 @@ const REJECTED: &str = "ok, with the last known routes: the file is not in force
 pub(super) fn stats(front: &Arc<Front>) -> Routes {
     let [alive, ready_front] = [(); 2].map(|()| front.clone());
     with_metrics(Routes::new(), front)
-        .route("/livez", |_| ready(Reply::text(StatusCode::OK, "ok")))
-        .route("/healthz", move |_| ready(health(&alive)))
-        .route("/readyz", move |_| ready(readiness(&ready_front)))
+        .any_method("/livez", |_| ready(Reply::text(StatusCode::OK, "ok")))
+        .any_method("/healthz", move |_| ready(health(&alive)))
+        .any_method("/readyz", move |_| ready(readiness(&ready_front)))
 }
 
 /// Returns the pages that change the health, and the metrics, as Envoy's admin listener.

@@ -1,4 +1,4 @@
-//! The pages that the programs share, with upstream's statuses and bodies.
+//! The pages that the programs share, with upstream's statuses and bodies. As in upstream, every method gets the page.
 
 use std::future::ready;
 use std::sync::Arc;
@@ -36,7 +36,7 @@ impl Routes {
     /// Adds `/healthz`, which always returns `ok`.
     #[must_use]
     pub fn with_healthz(self) -> Self {
-        self.route("/healthz", |_| ready(Reply::text(StatusCode::OK, "ok")))
+        self.any_method("/healthz", |_| ready(Reply::text(StatusCode::OK, "ok")))
     }
 
     /// Adds the server's `/readyz` and its old name `/ready`. The page is `ok`, or status 500 with the text
@@ -84,7 +84,7 @@ impl Routes {
         let page = Arc::new(SharedPage::new(render));
         paths.iter().fold(self, |routes, path| {
             let page = Arc::clone(&page);
-            routes.route(path, move |_| {
+            routes.any_method(path, move |_| {
                 ready(Reply::new(StatusCode::OK, METRICS_TYPE, page.get()))
             })
         })
@@ -94,14 +94,14 @@ impl Routes {
     /// agent redirects its admin `/metrics` in the same way.
     #[must_use]
     pub fn with_redirect_to_port(self, path: &'static str, port: u16) -> Self {
-        self.route(path, move |request| ready(redirect(port, &request)))
+        self.any_method(path, move |request| ready(redirect(port, &request)))
     }
 
     fn at_both_names(self, page: impl Fn(Option<&str>) -> Reply + Send + Sync + 'static) -> Self {
         let page = Arc::new(page);
         let alias = Arc::clone(&page);
-        self.route("/readyz", move |request| ready(page(request.uri().query())))
-            .route("/ready", move |request| ready(alias(request.uri().query())))
+        self.any_method("/readyz", move |request| ready(page(request.uri().query())))
+            .any_method("/ready", move |request| ready(alias(request.uri().query())))
     }
 }
 

@@ -65,19 +65,114 @@ fn body(answer: &str) -> &str {
 }
 
 #[tokio::test]
-async fn paths_match_exactly_and_other_methods_get_405() {
+async fn paths_match_exactly() {
     let server = Running::start(Routes::new().with_healthz()).await;
     let answer = server.ask("GET", "/healthz").await;
     assert_eq!((status(&answer), body(&answer)), ("200", "ok"));
     assert!(answer.contains("content-type: text/plain; charset=utf-8\r\n"));
-    let answer = server.ask("HEAD", "/healthz").await;
-    assert_eq!((status(&answer), body(&answer)), ("200", ""));
-    assert!(answer.contains("content-length: 2\r\n"));
-    let answer = server.ask("POST", "/healthz").await;
-    assert_eq!(status(&answer), "405");
-    assert!(answer.contains("allow: GET, HEAD\r\n"));
     for path in ["/", "/healthz/", "/livez", "/HEALTHZ"] {
         assert_eq!(status(&server.ask("GET", path).await), "404", "{path}");
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn health_and_metrics_accept_every_method() {
+    let ping = Check {
+        name: "ping",
+        run: Box::new(|| Ok(())),
+    };
+    let registry = Registry::new(&[]).unwrap();
+    registry.counter("x_total", &[], "h").increment(1);
+    let routes = Routes::new()
+        .with_healthz()
+        .with_agent_readyz(vec![ping])
+        .with_metrics(registry);
+    let server = Running::start(routes).await;
+    for method in ["GET", "OPTIONS", "POST", "PUT", "DELETE", "TRACE", "PURGE"] {
+        for path in ["/healthz", "/readyz", "/ready"] {
+            let answer = server.ask(method, path).await;
+            let seen = (status(&answer), body(&answer));
+            assert_eq!(seen, ("200", "ok"), "{method} {path}");
+        }
+        let answer = server.ask(method, "/metrics").await;
+        assert_eq!(status(&answer), "200", "{method}");
+        assert!(body(&answer).contains("x_total 1\n"), "{method}");
+    }
+    for path in ["/healthz", "/readyz", "/ready", "/metrics"] {
+        let answer = server.ask("HEAD", path).await;
+        assert_eq!((status(&answer), body(&answer)), ("200", ""), "{path}");
+    }
+    let answer = server.ask("HEAD", "/healthz").await;
+    assert!(answer.contains("content-length: 2\r\n"));
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn other_pages_accept_get_and_head() {
+    let routes = Routes::new().route("/status", |_| ready(Reply::text(StatusCode::OK, "fine")));
+    let server = Running::start(routes).await;
+    for (method, expected) in [("GET", "fine"), ("HEAD", "")] {
+        let answer = server.ask(method, "/status").await;
+        assert_eq!((status(&answer), body(&answer)), ("200", expected));
+    }
+    for method in ["POST", "OPTIONS", "DELETE"] {
+        let answer = server.ask(method, "/status").await;
+        assert_eq!(status(&answer), "405", "{method}");
+        assert!(answer.contains("allow: GET, HEAD\r\n"));
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn request_with_a_body_keeps_the_connection_open() {
+    let server = Running::start(Routes::new().with_healthz()).await;
+    let mut stream = server.connect().await;
+    let longest = "x".repeat(MAX_BODY_BYTES);
+    for (method, rest) in [
+        ("GET", "Content-Length: 5\r\n\r\nhello".to_owned()),
+        (
+            "OPTIONS",
+            format!("Content-Length: {MAX_BODY_BYTES}\r\n\r\n{longest}"),
+        ),
+        (
+            "POST",
+            "Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n".to_owned(),
+        ),
+        ("HEAD", "\r\n".to_owned()),
+        ("GET", "\r\n".to_owned()),
+    ] {
+        let request = format!("{method} /healthz HTTP/1.1\r\nHost: x\r\n{rest}");
+        stream.write_all(request.as_bytes()).await.unwrap();
+        let end: &[u8] = match method {
+            "HEAD" => b"\r\n\r\n",
+            _ => b"\r\n\r\nok",
+        };
+        let mut answer = Vec::new();
+        while !answer.ends_with(end) {
+            answer.push(stream.read_u8().await.unwrap());
+        }
+        assert!(answer.starts_with(b"HTTP/1.1 200 "), "{method}");
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn request_with_a_body_beyond_the_limit_gets_413_and_ends_the_connection() {
+    let server = Running::start(Routes::new().with_healthz()).await;
+    let length = MAX_BODY_BYTES + 1;
+    let chunk = "x".repeat(length);
+    for rest in [
+        format!("Content-Length: {length}\r\n\r\n"),
+        format!("Transfer-Encoding: chunked\r\n\r\n{length:x}\r\n{chunk}"),
+    ] {
+        let mut stream = server.connect().await;
+        let request = format!("OPTIONS /healthz HTTP/1.1\r\nHost: x\r\n{rest}");
+        stream.write_all(request.as_bytes()).await.unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.unwrap();
+        assert_eq!(status(&answer), "413");
+        assert!(answer.contains("connection: close\r\n"), "{answer}");
     }
     server.stop().await;
 }
@@ -372,13 +467,15 @@ async fn actions_are_posts_with_a_bounded_body() {
 #[tokio::test(start_paused = true)]
 async fn missing_request_body_times_out() {
     let routes = Routes::new().action("/act", |_| ready(Reply::text(StatusCode::OK, "")));
-    let server = Running::start(routes).await;
-    let mut stream = server.connect().await;
-    let head = b"POST /act HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 9\r\n\r\n";
-    stream.write_all(head).await.unwrap();
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).await.unwrap();
-    assert_eq!(status(&answer), "408");
+    let server = Running::start(routes.with_healthz()).await;
+    for path in ["/act", "/healthz"] {
+        let mut stream = server.connect().await;
+        let head = format!("POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n");
+        stream.write_all(head.as_bytes()).await.unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.unwrap();
+        assert_eq!(status(&answer), "408", "{path}");
+    }
     server.stop().await;
 }
 
