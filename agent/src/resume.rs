@@ -195,9 +195,14 @@ where
             }
             Err(error) => {
                 let text = error.to_string();
-                match failures.is_new(&text) {
-                    true => warn!(error = text, "cannot resume the link to the server"),
-                    false => debug!(error = text, "still cannot resume the link to the server"),
+                match failures.failed(&text) {
+                    Some(due) => warn!(
+                        error = text,
+                        attempts = due.attempts,
+                        failing_seconds = due.failing_seconds,
+                        "cannot resume the link to the server"
+                    ),
+                    None => debug!(error = text, "still cannot resume the link to the server"),
                 }
             }
         }

@@ -505,9 +505,14 @@ fn ended(
         }) => servers.duplicate(&server_id, server_count, pushes_count),
         Err(error) => {
             let text = error.to_string();
-            match failures.is_new(&text) {
-                true => warn!(error = text, "cannot connect, trying again"),
-                false => debug!(error = text, "still cannot connect"),
+            match failures.failed(&text) {
+                Some(due) => warn!(
+                    error = text,
+                    attempts = due.attempts,
+                    failing_seconds = due.failing_seconds,
+                    "cannot connect, trying again"
+                ),
+                None => debug!(error = text, "still cannot connect"),
             }
             Outcome::Failed
         }

@@ -301,9 +301,10 @@ impl Keeper {
             Err(error) => {
                 self.metrics.interface_failures.increment(1);
                 let text = error.to_string();
-                let is_new = self.failures.lock().is_new(&text);
-                if is_new {
-                    error!("{text}");
+                let due = self.failures.lock().failed(&text);
+                if let Some(due) = due {
+                    let (attempts, failing_seconds) = (due.attempts, due.failing_seconds);
+                    error!(attempts, failing_seconds, "{text}");
                 }
                 longer(pause)
             }

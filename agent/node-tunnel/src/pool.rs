@@ -269,10 +269,14 @@ impl<R: Reach> ConnectionPool<R> {
             let failed = self.connect(serial, stop).await.err();
             if let Some(reason) = &failed {
                 self.metrics.connect_failed.increment(1);
-                if failures.is_new(reason) {
-                    warn!(reason, "cannot connect to the proxy, trying again");
-                } else {
-                    debug!(reason, "still no connection to the proxy");
+                match failures.failed(reason) {
+                    Some(due) => warn!(
+                        reason,
+                        attempts = due.attempts,
+                        failing_seconds = due.failing_seconds,
+                        "cannot connect to the proxy, trying again"
+                    ),
+                    None => debug!(reason, "still no connection to the proxy"),
                 }
             } else {
                 // The new connection is already logged.

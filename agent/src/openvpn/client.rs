@@ -242,7 +242,7 @@ impl Client {
 }
 
 impl Attempt {
-    /// Logs the attempt. A failure that is already `known` is logged only at debug level.
+    /// Logs the attempt. A failure that is already `known` is logged only at debug level, unless it has lasted for long.
     fn log(&self, known: &mut LogOnce) {
         match self.lived {
             Some(lived) => {
@@ -253,13 +253,15 @@ impl Attempt {
                     seconds, "lost the OpenVPN server; its connections are closed"
                 );
             }
-            None if known.is_new(&self.text) => {
-                warn!(
+            None => match known.failed(&self.text) {
+                Some(due) => warn!(
                     error = self.text,
+                    attempts = due.attempts,
+                    failing_seconds = due.failing_seconds,
                     "cannot connect to the OpenVPN server, trying again"
-                );
-            }
-            None => debug!(error = self.text, "still cannot connect"),
+                ),
+                None => debug!(error = self.text, "still cannot connect"),
+            },
         }
     }
 }

@@ -441,11 +441,15 @@ impl<F: LabelSet> Report<F> {
 
     fn fail(&mut self, why: &str) {
         self.metrics.in_use(self.files, false);
-        if self.failures.is_new(why) {
-            warn!(
-                files = name(self.files),
-                "cannot reload files: {why}; the last good content stays in use until the files can be used"
-            );
+        let Some(due) = self.failures.failed(why) else {
+            return;
+        };
+        warn!(
+            files = name(self.files),
+            failing_seconds = due.failing_seconds,
+            "cannot reload files: {why}; the last good content stays in use until the files can be used"
+        );
+        if due.is_new() {
             self.metrics.count(self.files, Outcome::Failed);
         }
     }

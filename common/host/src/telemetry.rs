@@ -1,4 +1,4 @@
-//! Logging in klog's format, failures that are logged once, panics, and the metrics registry.
+//! Logging in klog's format, failures that are logged once while they repeat, panics, and the metrics registry.
 
 pub mod log_once;
 pub mod logging;

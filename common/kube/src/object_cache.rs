@@ -314,10 +314,13 @@ impl<T: PartialEq> ObjectCache<T> {
             info!(reason = why, "listing {} again", self.kind);
             return;
         }
-        if self.failing.is_new(&why) {
+        if let Some(due) = self.failing.failed(&why) {
             error!(
                 error = why,
-                "cannot watch {}; keeping the last known objects and retrying", self.kind
+                attempts = due.attempts,
+                failing_seconds = due.failing_seconds,
+                "cannot watch {}; keeping the last known objects and retrying",
+                self.kind
             );
         }
     }

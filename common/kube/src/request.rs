@@ -61,19 +61,20 @@ impl RequestError {
     }
 }
 
-/// Failures of the requests for one object, each logged once.
+/// Failures of the requests for one object, each logged once, and again while the failures last; see [`LogOnce`].
 #[derive(Debug, Default)]
 pub struct FailureLog(LogOnce);
 
 impl FailureLog {
-    /// Logs a new error. A conflict is not a failure.
+    /// Logs an error that is new, or has lasted for long. A conflict is not a failure.
     pub fn failed(&mut self, error: &RequestError) {
         if error.is_conflict() {
             return info!("{error}");
         }
         let text = error.to_string();
-        if self.0.is_new(&text) {
-            error!("{text}");
+        if let Some(due) = self.0.failed(&text) {
+            let (attempts, failing_seconds) = (due.attempts, due.failing_seconds);
+            error!(attempts, failing_seconds, "{text}");
         }
     }
 

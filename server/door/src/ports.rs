@@ -92,10 +92,12 @@ impl NodePorts {
                 }
                 Err(error) => {
                     let text = error.to_string();
-                    if self.failed.entry(port).or_default().is_new(&text) {
+                    if let Some(due) = self.failed.entry(port).or_default().failed(&text) {
                         warn!(
                             port,
                             reason = text,
+                            attempts = due.attempts,
+                            failing_seconds = due.failing_seconds,
                             "cannot open the node port; trying again every {RETRY:?}"
                         );
                     }

@@ -102,13 +102,13 @@ fn alternating_failures_are_known_until_a_session() {
     for text in ["one", "two"] {
         failed(text).log(&mut known);
     }
-    assert!(!known.is_new("one") && !known.is_new("two"));
+    assert_eq!([known.failed("one"), known.failed("two")], [None, None]);
     let lost = Attempt {
         lived: Some(Duration::from_secs(60)),
         ..failed("lost")
     };
     lost.log(&mut known);
-    assert!(known.is_new("one"));
+    assert!(known.failed("one").is_some());
 }
 
 #[test]

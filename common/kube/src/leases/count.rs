@@ -26,8 +26,8 @@ const NONE_LIVE: &str = "no lease of a server is live, so the number of servers 
 
 /// Counts the live leases in a namespace that match a label selector, and reports their number after every
 /// event, forever. Reports `None` if the number may be wrong, because the API fails for longer than [`DURATION`].
-/// An empty namespace means all namespaces; an empty selector matches every lease. The log reports once that no lease
-/// is live.
+/// An empty namespace means all namespaces; an empty selector matches every lease. The log reports that no lease is live,
+/// and repeats the report while no lease is live.
 pub async fn count_live(
     client: Client,
     namespace: &str,
@@ -59,9 +59,11 @@ pub async fn count_live(
             renewals.observe(Instant::now(), known);
             failing_since = None;
             let live = renewals.live();
-            if live == 0 && missing.is_new(NONE_LIVE) {
-                let found = leases.values().count();
-                warn!(namespace, selector, found, "{NONE_LIVE}");
+            if live == 0
+                && let Some(due) = missing.failed(NONE_LIVE)
+            {
+                let (found, missing_seconds) = (leases.values().count(), due.failing_seconds);
+                warn!(namespace, selector, found, missing_seconds, "{NONE_LIVE}");
             }
             if live > 0 && missing.has_recovered() {
                 info!(live, "found live leases of servers");

@@ -397,6 +397,32 @@ async fn outage_of_the_api_does_not_expire_leases() {
     assert_eq!(deleted.load(Ordering::Relaxed), 1);
 }
 
+#[tokio::test(start_paused = true)]
+async fn failure_that_lasts_is_logged_every_ten_minutes() {
+    let api = Fake::new();
+    let (log, _guard) = Log::of("culvert_kube::request");
+    api.set_down(true);
+    let (_deleted, _task) = collect(&api);
+    sleep(seconds(1300)).await;
+    let lines = log.take();
+    let [first, second, third] = lines.as_slice() else {
+        panic!("{lines:?}");
+    };
+    assert!(!first.contains("failing_seconds"), "{first}");
+    assert!(
+        second.contains("attempts=41 failing_seconds=600"),
+        "{second}"
+    );
+    assert!(
+        third.contains("attempts=81 failing_seconds=1200"),
+        "{third}"
+    );
+    api.set_down(false);
+    sleep(seconds(20)).await;
+    let text = format!("INFO message=Leases n/{LABEL} can be used again");
+    assert_eq!(log.take(), [text]);
+}
+
 /// Starts a count. Returns the last reported number; `None` before the first report, and if the number is unknown.
 fn count(api: &Fake) -> (Arc<Mutex<Option<usize>>>, JoinHandle<()>) {
     let last: Arc<Mutex<Option<usize>>> = Arc::default();
@@ -467,7 +493,7 @@ async fn count_survives_outages_and_expired_versions() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn missing_leases_are_logged_once_and_again_after_a_live_lease() {
+async fn missing_leases_are_logged_while_no_lease_is_live() {
     let api = Fake::new();
     let (log, _guard) = Log::of("culvert_kube::leases::count");
     let warning = |found| {
@@ -494,6 +520,15 @@ async fn missing_leases_are_logged_once_and_again_after_a_live_lease() {
         sleep(seconds(10)).await;
     }
     assert_eq!(log.take(), warning(2));
+    for _ in 0..63 {
+        api.put(undated.clone());
+        sleep(seconds(10)).await;
+    }
+    let lines = log.take();
+    let [line] = lines.as_slice() else {
+        panic!("{lines:?}");
+    };
+    assert!(line.contains("found=2 missing_seconds=6"), "{line}");
     api.delete("undated");
     api.delete("a");
     sleep(seconds(1)).await;

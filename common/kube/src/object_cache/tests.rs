@@ -66,7 +66,7 @@ fn alternating_reasons_are_logged_once_and_again_after_a_success() {
         cache.fail(&refused(why));
     }
     assert_eq!(cache.failing.current(), Some("closed (500)"));
-    assert!(!cache.failing.is_new("reset (500)"));
+    assert_eq!(cache.failing.failed("reset (500)"), None);
     for reason in 0..100 {
         cache.fail(&refused(&reason.to_string()));
     }
