@@ -3,6 +3,7 @@
 //! rustls reports the symptom. An operator needs to know the side at fault and the remedy.
 
 use std::io;
+use std::net::IpAddr;
 
 use rustls::{
     AlertDescription, CertificateError, Error, InvalidMessage, OtherError, PeerIncompatible,
@@ -80,6 +81,7 @@ const REFUSALS: [AlertDescription; 9] = [
     AlertDescription::DecryptError,
 ];
 
+#[allow(deprecated)] // rustls no longer returns the variant, but other verifiers may.
 fn certificate(problem: &CertificateError) -> String {
     match problem {
         CertificateError::UnknownIssuer => {
@@ -89,6 +91,18 @@ fn certificate(problem: &CertificateError) -> String {
         }
         CertificateError::BadSignature => {
             "the peer's certificate names one of our CAs but was not signed with its key; was the \
+             CA reissued?"
+                .to_owned()
+        }
+        CertificateError::UnsupportedSignatureAlgorithm
+        | CertificateError::UnsupportedSignatureAlgorithmContext { .. } => {
+            "the peer's certificate, or a certificate of its chain, is signed with an algorithm that is not supported, such as \
+             SHA-1; reissue it with SHA-256 or better"
+                .to_owned()
+        }
+        // A CA with the name of the issuer has a key of another kind.
+        CertificateError::UnsupportedSignatureAlgorithmForPublicKeyContext { .. } => {
+            "the peer's certificate names one of our CAs but was signed with another kind of key; was the \
              CA reissued?"
                 .to_owned()
         }
@@ -146,12 +160,32 @@ fn other_certificate_problem(debug: &str) -> String {
 fn name_mismatch(expected: &str, presented: &[String]) -> String {
     let names = match presented {
         [] => "has no subject alternative name (a common name alone does not count)".to_owned(),
-        names => format!("is valid for {}", names.join(", ")),
+        names => {
+            let names: Vec<String> = names.iter().map(|name| plain(name)).collect();
+            format!("is valid for {}", names.join(", "))
+        }
     };
     format!(
         "the peer's certificate {names}, not for {expected}; connect by one of its names, or \
          reissue it with {expected} among its subject alternative names"
     )
+}
+
+/// Converts a name of a certificate to plain text. webpki reports names in the form of Rust's debug output, such as
+/// `DnsName("localhost")`.
+fn plain(name: &str) -> String {
+    let (kind, value) = name.split_once('(').unwrap_or((name, ""));
+    let value = value.strip_suffix(')').unwrap_or(value);
+    match kind {
+        "DnsName" | "UniformResourceIdentifier" => value.trim_matches('"').to_owned(),
+        // webpki writes `0::1` for `::1`.
+        "IpAddress" => match value.parse::<IpAddr>() {
+            Ok(address) => address.to_string(),
+            Err(_) => value.to_owned(),
+        },
+        "DirectoryName" | "Unsupported" => "a name of another kind".to_owned(),
+        _ => name.to_owned(),
+    }
 }
 
 fn incompatible(problem: &PeerIncompatible) -> String {

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa,
-    KeyPair, SigningKey as _,
+    KeyPair, PKCS_ED25519, SigningKey as _,
 };
-use rustls::HandshakeKind;
+use rustls::{CertificateError, Error, HandshakeKind};
 use rustls_pki_types::ServerName;
 use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -32,10 +32,14 @@ pub(super) struct Files {
 
 impl Authority {
     pub(super) fn new(name: &str) -> Self {
+        Self::with_key(name, KeyPair::generate().unwrap())
+    }
+
+    fn with_key(name: &str, key: KeyPair) -> Self {
         let mut params = CertificateParams::new(Vec::new()).unwrap();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         params.distinguished_name.push(DnType::CommonName, name);
-        let ca = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
+        let ca = CertifiedIssuer::self_signed(params, key).unwrap();
         Self {
             ca,
             dir: tempfile::tempdir().unwrap(),
@@ -92,6 +96,28 @@ impl Authority {
         let pem = pem_of(&cert);
         Files {
             cert: self.write(&format!("{name}.crt"), pem),
+            key: self.write(&format!("{name}.key"), key.serialize_pem()),
+        }
+    }
+
+    /// Issues a certificate that names ECDSA with SHA-1 as its signature algorithm. The signature is of another algorithm,
+    /// but nobody verifies it.
+    fn sha1_leaf(&self, name: &str) -> Files {
+        // 1.2.840.10045.4.1 (RFC 3279, 2.2.3).
+        let algorithm = der(0x30, b"\x06\x07\x2a\x86\x48\xce\x3d\x04\x01");
+        let key = KeyPair::generate().unwrap();
+        let leaf = CertificateParams::new(vec!["localhost".into()])
+            .unwrap()
+            .signed_by(&key, &self.ca)
+            .unwrap();
+        let outer = der_fields(leaf.der());
+        // The fields are version, serial number, signature algorithm and others.
+        let mut fields = der_fields(&outer[0]);
+        fields[2].clone_from(&algorithm);
+        let tbs = der(0x30, &fields.concat());
+        let cert = der(0x30, &[tbs, algorithm, outer[2].clone()].concat());
+        Files {
+            cert: self.write(&format!("{name}.crt"), pem_of(&cert)),
             key: self.write(&format!("{name}.key"), key.serialize_pem()),
         }
     }
@@ -353,6 +379,12 @@ async fn ca_with_the_same_name_and_another_key_is_detected() {
     let outcome = handshake(mutual_server(&ca, &server), client_of(&reissued, None)).await;
     let advice = outcome.client_advice();
     assert!(advice.contains("was not signed with its key"), "{advice}");
+
+    let key = KeyPair::generate_for(&PKCS_ED25519).unwrap();
+    let reissued = Authority::with_key("ca", key);
+    let outcome = handshake(mutual_server(&ca, &server), client_of(&reissued, None)).await;
+    let advice = outcome.client_advice();
+    assert!(advice.contains("another kind of key"), "{advice}");
 }
 
 #[tokio::test]
@@ -362,8 +394,80 @@ async fn a_wrong_name_lists_the_names_presented() {
     let config = server_config(&server, None, H2, &defaults()).unwrap();
     let outcome = handshake_as(config, client_of(&ca, None), "konnectivity.example").await;
     let advice = outcome.client_advice();
-    assert!(advice.contains("localhost"), "{advice}");
-    assert!(advice.contains("not for konnectivity.example"), "{advice}");
+    assert!(
+        advice.contains("certificate is valid for localhost, not for konnectivity.example;"),
+        "{advice}"
+    );
+}
+
+#[test]
+fn names_of_a_certificate_are_plain() {
+    let advice = |presented: &[&str]| {
+        explain_tls(&Error::InvalidCertificate(
+            CertificateError::NotValidForNameContext {
+                expected: ServerName::try_from("a.example").unwrap(),
+                presented: presented.iter().copied().map(str::to_owned).collect(),
+            },
+        ))
+    };
+    let text = advice(&[
+        "DnsName(\"localhost\")",
+        "DnsName(\"*.b.example\")",
+        "IpAddress(127.0.0.1)",
+        "IpAddress(0::1)",
+        "UniformResourceIdentifier(\"spiffe://c/d\")",
+        "Unsupported(0x01)",
+        "DirectoryName",
+    ]);
+    let names = "localhost, *.b.example, 127.0.0.1, ::1, spiffe://c/d, a name of another kind, a name of another kind";
+    assert!(
+        text.contains(&format!("is valid for {names}, not for a.example;")),
+        "{text}"
+    );
+    let text = advice(&[]);
+    assert!(text.contains("has no subject alternative name"), "{text}");
+}
+
+#[tokio::test]
+async fn certificate_with_an_unsupported_signature_is_refused_on_either_side() {
+    let ca = Authority::new("ca");
+    let (sha1, server) = (ca.sha1_leaf("sha1").load(), ca.leaf("server").load());
+    let refused = handshake(mutual_server(&ca, &server), client_of(&ca, Some(&sha1))).await;
+    let config = server_config(&sha1, None, H2, &defaults()).unwrap();
+    let refusing = handshake(config, client_of(&ca, None)).await;
+    for advice in [refused.server_advice(), refusing.client_advice()] {
+        assert!(advice.contains("not supported, such as SHA-1"), "{advice}");
+        assert!(advice.contains("reissue it with SHA-256"), "{advice}");
+        assert!(advice.len() < 200, "{advice}");
+    }
+}
+
+#[test]
+#[allow(deprecated)]
+fn errors_about_signature_algorithms_are_short() {
+    for (problem, expected) in [
+        (
+            CertificateError::UnsupportedSignatureAlgorithm,
+            "reissue it with SHA-256",
+        ),
+        (
+            CertificateError::UnsupportedSignatureAlgorithmContext {
+                signature_algorithm_id: vec![0; 9],
+                supported_algorithms: Vec::new(),
+            },
+            "reissue it with SHA-256",
+        ),
+        (
+            CertificateError::UnsupportedSignatureAlgorithmForPublicKeyContext {
+                signature_algorithm_id: vec![0; 9],
+                public_key_algorithm_id: vec![0; 9],
+            },
+            "another kind of key",
+        ),
+    ] {
+        let advice = explain_tls(&Error::InvalidCertificate(problem));
+        assert!(advice.contains(expected) && advice.len() < 200, "{advice}");
+    }
 }
 
 #[tokio::test]

@@ -147,6 +147,12 @@ pub(super) fn explain_certificate(error: &rustls::Error) -> String {
         CertificateError::BadSignature => {
             "not signed by our CA, but by one of the same name: was the CA created again? compare `ca` on both sides".into()
         }
+        CertificateError::UnsupportedSignatureAlgorithmContext { .. } => {
+            "signed with an algorithm that is not supported: issue it again with SHA-256 or better".into()
+        }
+        CertificateError::UnsupportedSignatureAlgorithmForPublicKeyContext { .. } => {
+            "not signed by our CA, but by one of the same name with another kind of key: was the CA created again? compare `ca` on both sides".into()
+        }
         CertificateError::Expired => "expired: renew it, or look at the clocks".into(),
         CertificateError::ExpiredContext { .. } => {
             format!("{error}: renew it, or look at the clocks")

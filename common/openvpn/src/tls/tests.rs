@@ -9,10 +9,12 @@ use rcgen::{
     DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, KeyIdMethod, KeyPair,
     KeyUsagePurpose, RevokedCertParams, SerialNumber,
 };
+use rustls::CertificateError;
 use rustls::server::danger::ClientCertVerifier as _;
 use rustls_pki_types::UnixTime;
 use rustls_pki_types::pem::PemObject as _;
 
+use super::error::explain_certificate;
 use super::*;
 use crate::Role;
 
@@ -282,4 +284,29 @@ fn crl_of_a_ca_does_not_affect_another_ca_of_the_same_name() {
     assert!(outcome(&[&other], &of_old[0]).is_err());
     assert_eq!(outcome(&[&other, crl_of_old], &of_old[0]), Ok(()));
     assert_eq!(outcome(&[&other, crl_of_old], &of_old[1]), revoked);
+}
+
+#[test]
+fn errors_about_signature_algorithms_are_short() {
+    let (signature_algorithm_id, public_key_algorithm_id) = (vec![0; 9], vec![0; 9]);
+    for (problem, expected) in [
+        (
+            CertificateError::UnsupportedSignatureAlgorithmContext {
+                signature_algorithm_id: signature_algorithm_id.clone(),
+                supported_algorithms: Vec::new(),
+            },
+            "issue it again with SHA-256",
+        ),
+        (
+            CertificateError::UnsupportedSignatureAlgorithmForPublicKeyContext {
+                signature_algorithm_id,
+                public_key_algorithm_id,
+            },
+            "another kind of key",
+        ),
+    ] {
+        let problem = explain_certificate(&problem.into());
+        assert!(problem.contains(expected), "{problem}");
+        assert!(problem.len() < 200, "{problem}");
+    }
 }
