@@ -8,6 +8,7 @@
 //! | `cluster` | the cluster with KKP's defaults |
 //! | `rules` | KKP's rules for new and changed clusters, and further warnings |
 //! | `finding` | errors and warnings with path, value and reason |
+//! | `reference` | the grammar of references of images |
 //! | `target` | the names, addresses and images of one cluster |
 //! | `apiserver` | the running Deployment of kube-apiserver |
 //! | `tokens` | issuers and audiences of service account tokens |
@@ -26,6 +27,7 @@ mod kkp;
 mod objects;
 mod output;
 mod plan;
+mod reference;
 mod rules;
 mod spec;
 mod target;

@@ -8,6 +8,7 @@ use super::cluster::{Cluster, Tunnel};
 use super::facts::{Facts, TUNNELING_PORT};
 use super::finding::{Findings, Problem};
 use super::kkp::minor_version;
+use super::reference;
 
 /// Port of the OpenVPN server.
 pub(super) const OPENVPN_PORT: u16 = 1194;
@@ -153,9 +154,10 @@ impl<'a> Target<'a> {
             openvpn,
         };
         let images: Vec<String> = target.programs().map(|it| target.image(it)).collect();
-        if let Some(image) = images.iter().find(|image| !image.contains('/')) {
+        if let Some(image) = images.iter().find(|image| !reference::has_host(image)) {
             let reason = format!(
-                "{image} has no registry, so nodes pull it from docker.io; set registry or images"
+                "{image} has no host of a registry, so nodes pull it from docker.io; set registry or images with a host, such as \
+                 registry.example.com/culvert"
             );
             findings.warn("registry", &facts.registry, reason);
         }
@@ -286,22 +288,36 @@ fn without_host_bits(block: &str) -> String {
 /// Reports a registry and images that no node can pull.
 fn check_images(facts: &Facts, findings: &mut Findings) {
     let images = &facts.images;
-    for (path, value) in [
-        ("registry", facts.registry.as_ref()),
-        ("images.server", images.server.as_ref()),
-        ("images.agent", images.agent.as_ref()),
-        ("images.door", images.door.as_ref()),
-        ("images.nodeTunnel", images.node_tunnel.as_ref()),
+    for (path, flag, value) in [
+        ("registry", "registry", &facts.registry),
+        ("images.server", "server-image", &images.server),
+        ("images.agent", "agent-image", &images.agent),
+        ("images.door", "door-image", &images.door),
+        (
+            "images.nodeTunnel",
+            "node-tunnel-image",
+            &images.node_tunnel,
+        ),
     ] {
-        let is_permitted = |c: char| c.is_ascii_alphanumeric() || "._-/:@[]".contains(c);
-        let is_good = |it: &String| {
-            !it.is_empty()
-                && !it.starts_with('/')
-                && !it.contains("//")
-                && it.chars().all(is_permitted)
+        let Some(value) = value else {
+            continue;
         };
-        if let Some(value) = value.filter(|it| !is_good(it)) {
+        let is_permitted = |c: char| c.is_ascii_alphanumeric() || "._-/:@[]".contains(c);
+        let is_name = !value.is_empty()
+            && !value.starts_with('/')
+            && !value.contains("//")
+            && value.chars().all(is_permitted);
+        if !is_name {
             let reason = "is not the name of a registry or an image; set it without a scheme, such as registry.example.com/culvert, or leave it out";
+            findings.error(Problem::invalid(path, value, reason));
+            continue;
+        }
+        let checked = match path {
+            "registry" => reference::check_registry(value),
+            _ => reference::check_image(value),
+        };
+        if let Err(why) = checked {
+            let reason = format!("{why}; correct it in the cluster file or with --{flag}");
             findings.error(Problem::invalid(path, value, reason));
         }
     }

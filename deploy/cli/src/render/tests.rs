@@ -366,10 +366,11 @@ fn server_with_both_tunnels_needs_the_image_with_all_programs() {
         Target::new(&cluster, &mut findings);
         findings.problems.iter().map(ToString::to_string).collect()
     };
+    let digest = format!("r/culvert-server@sha256:{}", "0".repeat(64));
     for image in [
         "culvert-server",
         "r.example.com:5000/a/culvert-server:v1",
-        "r/culvert-server@sha256:0",
+        &digest,
     ] {
         let found = problems(image);
         assert!(
@@ -439,6 +440,38 @@ fn names_that_no_cluster_can_use_are_errors_with_a_remedy() {
         problem("abc123.seed.example.com", &format!("'{address}'")),
         ""
     );
+    let registry = "registry: r.example.com:5000/culvert";
+    for (new, expected) in [
+        (
+            "registry: Foo.com/BAR",
+            [
+                "registry: Invalid value: \"Foo.com/BAR\": the part \"BAR\"",
+                "--registry",
+            ],
+        ),
+        (
+            "images: {server: 'reg/x@sha256:abc'}",
+            ["images.server: Invalid", "the digest \"sha256:abc\""],
+        ),
+        (
+            "images: {agent: UPPER/x}",
+            ["the part \"UPPER\"", "--agent-image"],
+        ),
+        (
+            "images: {door: 'r.example.com/x:'}",
+            ["images.door: ", "--door-image"],
+        ),
+        (
+            "images: {nodeTunnel: 'r.example.com:a/x'}",
+            ["images.nodeTunnel: ", "--node-tunnel-image"],
+        ),
+    ] {
+        let problem = problem(registry, new);
+        for words in expected {
+            assert!(problem.contains(words), "{new}: {problem}");
+        }
+        assert_eq!(problem.lines().count(), 1, "{new}: {problem}");
+    }
 }
 
 #[test]
@@ -536,11 +569,21 @@ fn registry_is_part_of_every_default_image_or_missed_in_a_warning() {
         Target::new(&cluster, &mut findings);
         findings.warnings.iter().map(ToString::to_string).collect()
     };
-    let found = warnings("images: {server: r/s, agent: r/a}");
-    assert!(
-        found.len() == 1 && found[0].contains("culvert-node-tunnel:v"),
-        "{found:?}"
-    );
+    for (more, image) in [
+        (
+            "images: {server: r.example.com/s, agent: localhost/a}",
+            "culvert-node-tunnel:v",
+        ),
+        (
+            "images: {server: r/s}\nregistry: r.example.com",
+            " r/s has no host",
+        ),
+        ("registry: foo", "registry: \"foo\": foo/culvert-server:v"),
+    ] {
+        let found = warnings(more);
+        assert!(found.len() == 1 && found[0].contains(image), "{found:?}");
+        assert!(found[0].contains("docker.io"), "{found:?}");
+    }
     let registry = "registry: r.example.com/culvert/";
     assert_eq!(warnings(registry), [""; 0]);
     render(&file("konnectivity", "Tunneling", registry), |objects| {
