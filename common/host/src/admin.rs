@@ -143,8 +143,8 @@ impl Routes {
         self.add(Methods::Read, path, handler)
     }
 
-    /// Adds a path for which every method does the same, like [`route`](Self::route). Health checks need such paths: haproxy's
-    /// `option httpchk` sends OPTIONS by default. The handler must not change any state.
+    /// Adds a path whose handler gets the requests of every method, and must not change any state. Health checks need such
+    /// paths: haproxy's `option httpchk` sends OPTIONS by default.
     #[must_use]
     pub fn any_method<F, R>(self, path: &'static str, handler: F) -> Self
     where
