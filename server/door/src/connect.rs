@@ -45,7 +45,7 @@ use self::denial::Denial;
 use self::sessions::Sessions;
 use super::front::{FIRST_BYTES_TIMEOUT, Front, refusal_of};
 use super::metrics::{Entrance, ProxyMetrics, Refusal, Tally};
-use super::relay::write_all;
+use super::relay::{deliver_rest, write_all};
 use super::upstream::{ConnectError as ConnectFailure, Connected, Upstream};
 use super::watch::watch;
 
@@ -503,6 +503,13 @@ impl ConnectListener {
             log_closed!(ended, %peer, authority, upstream = %upstream.key);
             if ended.is_complete() {
                 reset.disarm();
+            }
+            let has_left = matches!(
+                ended.reason,
+                CloseReason::ClientLost | CloseReason::ClientClosed | CloseReason::IdleTimeout
+            );
+            if has_left && ended.client_ended {
+                Box::pin(deliver_rest(stream)).await;
             }
             ended.reason
         }

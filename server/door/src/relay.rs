@@ -8,7 +8,7 @@
 mod pipe;
 
 use std::cell::RefCell;
-use std::future::poll_fn;
+use std::future::{pending, poll_fn};
 use std::io;
 use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -29,7 +29,7 @@ use tokio::io::Interest;
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tokio::task::{coop::consume_budget, yield_now};
-use tokio::time::{Instant, sleep_until, timeout};
+use tokio::time::{sleep, timeout};
 
 use self::pipe::Pipe;
 use super::watch::{Side, watch};
@@ -46,6 +46,12 @@ const TURN_BYTES: usize = 1024 * 1024;
 /// Bytes after which a hand-over to another thread pays off. A hand-over costs two wake-ups and four
 /// registrations.
 const BULK_BYTES: u64 = 1024 * 1024;
+
+/// Pause between two looks at the bytes that an endpoint has not received yet.
+const DELIVERY_LOOK: Duration = Duration::from_millis(100);
+
+/// Bytes of an endpoint that are discarded while the endpoint reads the last bytes of its client.
+const DISCARD_BYTES: usize = 256 * 1024;
 
 /// Time limit for discarding unread input at the end of a connection, see [`Relay::settle`].
 const SETTLE: Duration = Duration::from_secs(2);
@@ -173,11 +179,14 @@ impl<'a> Relay<'a> {
             reason,
             Some(CloseReason::ClientLost | CloseReason::IdleTimeout)
         );
-        if is_ordinary || up.ended.load(Ordering::Relaxed) {
+        let is_whole = up.ended.load(Ordering::Relaxed);
+        if is_ordinary || is_whole {
             reset.disarm();
         }
         if reason == Some(CloseReason::EndpointLost) {
             self.settle().await;
+        } else if is_whole && !is_ordinary {
+            Box::pin(deliver_rest(self.endpoint.socket)).await;
         }
         Ended {
             reason,
@@ -193,18 +202,43 @@ impl<'a> Relay<'a> {
         let client = self.client.socket;
         // Fails if the client is already gone.
         let _ = SockRef::from(client).shutdown(Shutdown::Write);
-        let deadline = Instant::now() + SETTLE;
-        loop {
-            tokio::select! {
-                ready = client.readable() => if ready.is_err() { return },
-                () = sleep_until(deadline) => return,
-            }
-            consume_budget().await;
-            match BUFFER.with_borrow_mut(|buffer| client.try_read(buffer)) {
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                Ok(read) if read > 0 => {}
-                _ => return,
-            }
+        let _ = timeout(SETTLE, discard(client, usize::MAX)).await;
+    }
+}
+
+/// Waits until an endpoint has received the end of the bytes of a client that is gone, or reads nothing for [`CLOSE_STALL`].
+/// A close with unread input, and input after a close, would reset the connection and discard these bytes.
+pub(crate) async fn deliver_rest(endpoint: &TcpStream) {
+    let waiting = || unacknowledged(endpoint).unwrap_or_default();
+    let delivered = async {
+        while waiting() > 0 {
+            sleep(DELIVERY_LOOK).await;
+        }
+    };
+    let broken = async {
+        // An endpoint that has ended its direction, or that sends much, may still read.
+        if discard(endpoint, DISCARD_BYTES).await.is_ok() {
+            pending().await
+        }
+    };
+    tokio::select! {
+        () = delivered => {}
+        () = idle(|| waiting().into(), CLOSE_STALL) => {}
+        () = broken => {}
+    }
+}
+
+/// Reads and drops the input of a socket, until its end or until `most` bytes.
+async fn discard(socket: &TcpStream, most: usize) -> io::Result<()> {
+    let mut left = most;
+    loop {
+        socket.readable().await?;
+        consume_budget().await;
+        match BUFFER.with_borrow_mut(|buffer| socket.try_read(buffer)) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(error),
+            Ok(read) if 0 < read && read < left => left -= read,
+            Ok(_) => return Ok(()),
         }
     }
 }
