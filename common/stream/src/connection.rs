@@ -18,6 +18,9 @@ pub struct Ended {
     pub cut: bool,
     /// True if the client ended its direction, and the endpoint has got the end.
     pub client_ended: bool,
+    /// The side that accepted none of the bytes that waited for it for [`CLOSE_STALL`](super::CLOSE_STALL), after the other side
+    /// had closed.
+    pub given_up: Option<&'static str>,
     /// Bytes from the client to the endpoint.
     pub to_endpoint: u64,
     /// Bytes from the endpoint to the client.
@@ -63,6 +66,11 @@ where
             reason,
             cut,
             client_ended: up.ended().is_some(),
+            given_up: match (up.is_given_up(), down.is_given_up()) {
+                (true, _) => Some("endpoint"),
+                (_, true) => Some("client"),
+                _ => None,
+            },
             to_endpoint: up.bytes(),
             from_endpoint: down.bytes(),
             duration: started.elapsed(),
@@ -94,12 +102,6 @@ impl Ended {
         );
         self.cut && slow
     }
-
-    /// Returns true if a side of the connection gave up the bytes for its peer, because the peer accepted none of them for too
-    /// long, such as for [`CLOSE_STALL`](super::CLOSE_STALL) after the other side had closed.
-    pub fn is_given_up(&self) -> bool {
-        !self.cut && self.reason == CloseReason::Stalled
-    }
 }
 
 /// Logs the end of a connection: the given fields, then close reason, bytes and duration. A warning if the last bytes may
@@ -117,14 +119,14 @@ macro_rules! log_closed {
         )
     };
     ($ended:expr, $($field:tt)+) => {
-        match $ended.is_given_up() {
-            true => $crate::log_closed!(
+        match $ended.given_up {
+            Some(side) => $crate::log_closed!(
                 @ warn,
-                "one side accepted none of the bytes that wait for it: closing this connection, these bytes may be lost. \
-                 Check whether the program on that side hangs",
+                "the {side} accepts none of its remaining bytes for 30 s after the other side has closed: closing this \
+                 connection, these bytes may be lost. Check whether the program of the {side} hangs",
                 $ended, $($field)+
             ),
-            false => $crate::log_closed!(@ debug, "connection closed", $ended, $($field)+),
+            None => $crate::log_closed!(@ debug, "connection closed", $ended, $($field)+),
         }
     };
 }
@@ -169,7 +171,7 @@ mod tests {
         )
         .await;
         assert_eq!(ended.reason, CloseReason::Shutdown);
-        assert!(ended.cut && !ended.is_overdue());
+        assert!(ended.cut && !ended.is_overdue() && ended.given_up.is_none());
         assert_eq!((ended.to_endpoint, ended.from_endpoint), (4, 2));
     }
 
@@ -203,7 +205,8 @@ mod tests {
             pin!(std::future::pending()),
         )
         .await;
-        assert!(ended.is_given_up() && !ended.is_overdue());
+        assert_eq!(ended.given_up, Some("endpoint"));
+        assert!(!ended.is_overdue());
         assert_eq!(ended.duration, CLOSE_STALL);
     }
 }

@@ -20,6 +20,8 @@ pub struct Direction {
     ended: OnceLock<Instant>,
     /// Tells the opposite direction that this direction has ended.
     done: Notify,
+    /// Set once the sink was given up, because it accepted nothing after the other side had closed.
+    given_up: OnceLock<()>,
 }
 
 impl Direction {
@@ -29,12 +31,23 @@ impl Direction {
             progress: Progress::new(total),
             ended: OnceLock::new(),
             done: Notify::new(),
+            given_up: OnceLock::new(),
         }
     }
 
     /// Returns the number of bytes that the sink has accepted.
     pub fn bytes(&self) -> u64 {
         self.progress.accepted()
+    }
+
+    /// Returns true if the sink was given up, because it accepted nothing for [`CLOSE_STALL`] after the other side had closed.
+    pub fn is_given_up(&self) -> bool {
+        self.given_up.get().is_some()
+    }
+
+    fn give_up(&self) -> CloseReason {
+        let _ = self.given_up.set(());
+        CloseReason::Stalled
     }
 
     /// Returns the time of the normal end of the source; `None` before the end.
@@ -107,7 +120,7 @@ fn one_way(
                     return Err(reason);
                 }
                 // The side that would receive an answer is gone.
-                Sent::GivenUp => return Err(CloseReason::Stalled),
+                Sent::GivenUp => return Err(own.give_up()),
             }
         }
         let _ = own.ended.set(Instant::now());
@@ -133,7 +146,7 @@ async fn finish(
             // The alert that ends a TLS stream needs room in the socket.
             reason = source.aborted() => {
                 let ended = timeout(CLOSE_STALL, ended).await;
-                ended.unwrap_or(Err(CloseReason::Stalled))?;
+                ended.unwrap_or_else(|_| Err(own.give_up()))?;
                 Some(reason)
             }
         }
