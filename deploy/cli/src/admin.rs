@@ -104,16 +104,16 @@ impl Admin {
         understand(code, StatusCode::OK, &body)
     }
 
-    /// Returns the status of the server's tunnels and the server's metrics, at most `limit` later.
+    /// Returns the status of the server's tunnels and the server's metrics, at most `limit` later. The metrics may be an error.
     ///
     /// # Errors
-    /// Fails if the server cannot be reached, or if one of the answers cannot be read.
+    /// Fails if the server cannot be reached, or if the status cannot be read.
     pub(crate) async fn status_and_metrics(
         &self,
         limit: Duration,
-    ) -> anyhow::Result<(Status, Metrics)> {
-        let (status, metrics) = (self.status(limit), self.metrics(limit));
-        tokio::try_join!(Box::pin(status), Box::pin(metrics))
+    ) -> anyhow::Result<(Status, anyhow::Result<Metrics>)> {
+        let metrics = async { anyhow::Ok(self.metrics(limit).await) };
+        tokio::try_join!(Box::pin(self.status(limit)), Box::pin(metrics))
     }
 
     /// Returns the server's metrics, at most `limit` later.

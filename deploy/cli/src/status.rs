@@ -73,7 +73,15 @@ pub async fn run(options: &Options) -> anyhow::Result<ExitCode> {
     }
     let limit = options.timeout.map_or(TIMEOUT, GoDuration::saturating);
     let (status, metrics) = options.admin.status_and_metrics(limit).await?;
-    let reasons = reasons(&status, &Figures::read(&metrics), clock());
+    let (figures, unreadable) = match metrics {
+        Ok(metrics) => (Figures::read(&metrics), None),
+        Err(why) => (
+            Figures::default(),
+            Some(format!("the metrics cannot be read: {why:#}")),
+        ),
+    };
+    let mut reasons = reasons(&status, &figures, clock());
+    reasons.extend(unreadable);
     if options.json {
         let report = Report {
             verdict: verdict(&reasons),

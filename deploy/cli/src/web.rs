@@ -80,7 +80,7 @@ impl Answer {
             at: Instant::now(),
             clock: clock(),
             status,
-            figures: Figures::read(&metrics),
+            figures: Figures::read(&metrics?),
         })
     }
 }
