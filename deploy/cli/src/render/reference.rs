@@ -67,7 +67,9 @@ fn check_name(name: &str) -> Result<(), String> {
     if let Some(part) = path.split('/').find(|part| !is_component(part)) {
         let hint = match host {
             Some(_) => "",
-            None => ". The first part is a host only if it has a dot or a port, or is localhost",
+            None => {
+                ". The first part is a host only if it has a dot, a port or an upper-case letter, or is localhost"
+            }
         };
         return Err(format!(
             "the part {part:?} is wrong: a part of the path has lower-case letters and digits, and between them a dot, one or \
@@ -83,11 +85,15 @@ fn check_name(name: &str) -> Result<(), String> {
 /// Splits a name into host and path.
 fn split_host(name: &str) -> (Option<&str>, &str) {
     match name.split_once('/') {
-        Some((first, rest)) if first == "localhost" || first.contains(['.', ':']) => {
-            (Some(first), rest)
-        }
+        Some((first, rest)) if is_host_like(first) => (Some(first), rest),
         _ => (None, name),
     }
+}
+
+/// Returns true if container runtimes take the first part of a name for a host.
+fn is_host_like(first: &str) -> bool {
+    let has_upper_case = first.chars().any(|c| c.is_ascii_uppercase());
+    first == "localhost" || first.contains(['.', ':']) || has_upper_case
 }
 
 fn is_host(text: &str) -> bool {
@@ -200,7 +206,7 @@ mod tests {
     fn wrong_part_of_an_image_is_named() {
         for (image, part) in [
             ("r.example.com/BAR/x", "the part \"BAR\""),
-            ("UPPER/x", "the part \"UPPER\""),
+            ("x/UPPER", "the part \"UPPER\""),
             ("r.example.com/x/", "the part \"\""),
             ("r.example.com/a..b", "the part \"a..b\""),
             ("r.example.com/a_-b", "the part \"a_-b\""),
@@ -244,7 +250,7 @@ mod tests {
     fn wrong_part_of_a_registry_is_named() {
         for (registry, part) in [
             ("Foo.com/BAR", "the part \"BAR\""),
-            ("FOO", "the part \"FOO\""),
+            ("foo/BAR", "the part \"BAR\""),
             ("r.example.com/a:v1", "the part \"a:v1\""),
             ("r.example.com/a@sha256:abc", "the part \"a@sha256:abc\""),
             ("r.example.com:port", "the host \"r.example.com:port\""),
@@ -252,13 +258,21 @@ mod tests {
             let why = check_registry(registry).unwrap_err();
             assert!(why.starts_with(part), "{registry}: {why}");
         }
-        let why = check_registry("FOO").unwrap_err();
+        let why = check_registry("foo/BAR").unwrap_err();
         assert!(why.contains("a host only if it has a dot"), "{why}");
     }
 
     #[test]
-    fn first_part_is_a_host_with_a_dot_or_a_port_or_as_localhost() {
-        for image in ["r.example.com/x", "r:5000/x", "localhost/x", "[::1]/x"] {
+    fn first_part_with_a_mark_of_hosts_is_a_host() {
+        let hosts = [
+            "r.example.com/x",
+            "r:5000/x",
+            "localhost/x",
+            "[::1]/x",
+            "REG/x",
+        ];
+        for image in hosts {
+            assert_eq!(check_image(image), Ok(()), "{image}");
             assert!(has_host(image), "{image}");
         }
         for image in [

@@ -454,7 +454,7 @@ fn names_that_no_cluster_can_use_are_errors_with_a_remedy() {
             ["images.server: Invalid", "the digest \"sha256:abc\""],
         ),
         (
-            "images: {agent: UPPER/x}",
+            "images: {agent: r/UPPER/x}",
             ["the part \"UPPER\"", "--agent-image"],
         ),
         (
