@@ -379,7 +379,7 @@ impl ServerMetrics {
                 "culvert_tunnel_switch_problems",
                 &[],
                 "Number of problems of the tunnel mode that culvert status shows: a mode file that cannot be used, or a \
-                 state file that cannot be saved.",
+                 state file that cannot be used or saved.",
             ),
             tunnel_mode: Family::new(
                 &registry,

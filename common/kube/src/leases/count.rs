@@ -27,7 +27,7 @@ const NONE_LIVE: &str = "no lease of a server is live, so the number of servers 
 /// Counts the live leases in a namespace that match a label selector, and reports their number after every
 /// event, forever. Reports `None` if the number may be wrong, because the API fails for longer than [`DURATION`].
 /// An empty namespace means all namespaces; an empty selector matches every lease. The log reports that no lease is live,
-/// and repeats the report while no lease is live.
+/// and reports it again after ten minutes if a lease changes.
 pub async fn count_live(
     client: Client,
     namespace: &str,
