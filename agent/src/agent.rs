@@ -3,12 +3,17 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use culvert_host::net::destinations::Destinations;
 use culvert_host::net::dial::{DialError, dial_permitted};
+use culvert_host::net::options::unacknowledged;
+use culvert_host::net::silence::is_over;
 use culvert_host::telemetry::metrics::GaugeGuard;
 use culvert_konnectivity::excess::OverflowBudget;
+use culvert_stream::io::{ReadSource, WriteSink};
 use culvert_stream::{AGENT_DIAL_TIMEOUT, CloseReason};
 use tokio::net::TcpStream;
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -34,6 +39,20 @@ pub(crate) struct Agent {
     /// Destinations that servers may dial.
     pub destinations: Destinations,
     active: watch::Sender<usize>,
+}
+
+/// Returns the source and the sink of an endpoint's socket.
+pub(crate) fn endpoint_halves(
+    socket: TcpStream,
+) -> (ReadSource<OwnedReadHalf>, WriteSink<OwnedWriteHalf>) {
+    let (read, write) = socket.into_split();
+    let lost = CloseReason::EndpointLost;
+    let source = ReadSource::new(read, Bytes::new(), lost);
+    let sink = WriteSink::new(write, lost);
+    (
+        source.watched(|read| is_over(read.as_ref())),
+        sink.measured(|write| unacknowledged(write.as_ref())),
+    )
 }
 
 /// A connection to an endpoint.

@@ -4,10 +4,7 @@ use std::future::{pending, poll_fn};
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 
-use bytes::Bytes;
 use culvert_host::net::listen::reset;
-use culvert_host::net::options::unacknowledged;
-use culvert_host::net::silence::is_over;
 use culvert_konnectivity::message::PacketType;
 use culvert_konnectivity::metrics::Segment;
 use culvert_native::control::{self, Control};
@@ -16,7 +13,7 @@ use culvert_native::link::{Incoming, Taker};
 use culvert_native::window::Inbound;
 use culvert_native::{CONTROL_PATH, dial as message};
 use culvert_stream::connection::run_connection;
-use culvert_stream::io::{ReadSource, WriteSink, linger_close};
+use culvert_stream::io::linger_close;
 use culvert_stream::{CloseReason, Dial, HALF_OPEN_IDLE, Sink, Source, log_closed};
 use h2::server::SendResponse;
 use http::{Method, Response, StatusCode};
@@ -27,7 +24,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::Code;
 use tracing::{Instrument as _, Span, debug, info};
 
-use crate::agent::{Agent, Dialed};
+use crate::agent::{Agent, Dialed, endpoint_halves};
 
 /// Shared state of the streams of one native connection.
 pub(crate) struct NativeServer {
@@ -230,11 +227,7 @@ pub(crate) async fn carry<S: Source, K: Sink>(
     cut: Pin<&mut impl Future<Output = CloseReason>>,
     end: impl FnOnce(K, CloseReason),
 ) {
-    let (read, write) = socket.into_split();
-    let mut source = ReadSource::new(read, Bytes::new(), CloseReason::EndpointLost)
-        .watched(|read| is_over(read.as_ref()));
-    let mut sink = WriteSink::new(write, CloseReason::EndpointLost)
-        .measured(|write| unacknowledged(write.as_ref()));
+    let (mut source, mut sink) = endpoint_halves(socket);
     let ended = run_connection(
         (&mut server_source, &mut server_sink),
         (&mut source, &mut sink),

@@ -5,21 +5,18 @@ use std::net::SocketAddrV4;
 use std::pin::pin;
 use std::sync::Arc;
 
-use bytes::Bytes;
 use culvert_host::net::listen::reset;
-use culvert_host::net::options::unacknowledged;
-use culvert_host::net::silence::is_over;
 use culvert_openvpn::flows::{Closed, Refusal, Unreachable};
 use culvert_openvpn_io::stream::{Broken, Incoming, Stream};
 use culvert_stream::connection::run_connection;
-use culvert_stream::io::{ReadSource, WriteSink, linger_close};
+use culvert_stream::io::linger_close;
 use culvert_stream::{CloseReason, HALF_OPEN_IDLE, log_closed};
 use tokio::net::TcpStream;
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
 use super::tunnel::Tunnel;
-use crate::agent::Dialed;
+use crate::agent::{Dialed, endpoint_halves};
 use crate::metrics::DialFailureReason;
 
 /// One connection, starting at its SYN.
@@ -104,11 +101,7 @@ async fn carry(
     ended: &CancellationToken,
 ) {
     let agent = &tunnel.agent;
-    let (read, write) = socket.into_split();
-    let mut source = ReadSource::new(read, Bytes::new(), CloseReason::EndpointLost)
-        .watched(|read| is_over(read.as_ref()));
-    let mut sink = WriteSink::new(write, CloseReason::EndpointLost)
-        .measured(|write| unacknowledged(write.as_ref()));
+    let (mut source, mut sink) = endpoint_halves(socket);
     let (mut tunnel_source, mut tunnel_sink) = stream.halves(reason);
     let cut = pin!(agent.server_lost(ended));
     let ended = run_connection(

@@ -8,14 +8,12 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use culvert_host::net::listen::reset;
-use culvert_host::net::options::unacknowledged;
-use culvert_host::net::silence::is_over;
 use culvert_konnectivity::agent_mux::closed;
 use culvert_konnectivity::inbox;
 use culvert_konnectivity::message::{ConnectId, DialId, MAX_DATA_BYTES, Message};
 use culvert_stream::connection::run_connection;
 use culvert_stream::first_byte_gate::FirstByteGate;
-use culvert_stream::io::{LINGER, ReadSource, WriteSink, drain};
+use culvert_stream::io::{LINGER, drain};
 use culvert_stream::progress::Progress;
 use culvert_stream::{CloseReason, Dial, HALF_OPEN_IDLE, Sink, Source, log_closed};
 use tokio::io::AsyncWriteExt;
@@ -25,7 +23,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
 use super::ServerStream;
-use crate::agent::Dialed;
+use crate::agent::{Dialed, endpoint_halves};
 
 /// Input of one connection, decoded from the server's packets.
 pub(super) enum Incoming {
@@ -120,7 +118,6 @@ impl Endpoint {
     async fn carry(self, socket: TcpStream, entry: Entry) {
         let stream = self.stream;
         let connection = self.connection;
-        let (read, write) = socket.into_split();
         let watch = self.incoming.watch();
         // An endpoint's first bytes may need a short delay (see `first_byte_gate`). A Culvert server delays
         // the bytes; for a stock server, the agent does so.
@@ -139,10 +136,7 @@ impl Endpoint {
             connection,
             first_byte_gate: first_byte_gate.clone(),
         };
-        let mut source = ReadSource::new(read, Bytes::new(), CloseReason::EndpointLost)
-            .watched(|read| is_over(read.as_ref()));
-        let mut sink = WriteSink::new(write, CloseReason::EndpointLost)
-            .measured(|write| unacknowledged(write.as_ref()));
+        let (mut source, mut sink) = endpoint_halves(socket);
         let server_gone = async {
             stream.ended.cancelled().await;
             if self.closing.is_cancelled() {
