@@ -2,6 +2,7 @@
 
 use std::pin::pin;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -21,7 +22,7 @@ pub struct Direction {
     /// Tells the opposite direction that this direction has ended.
     done: Notify,
     /// Set once the sink was given up, because it accepted nothing after the other side had closed.
-    given_up: OnceLock<()>,
+    given_up: AtomicBool,
 }
 
 impl Direction {
@@ -31,7 +32,7 @@ impl Direction {
             progress: Progress::new(total),
             ended: OnceLock::new(),
             done: Notify::new(),
-            given_up: OnceLock::new(),
+            given_up: AtomicBool::new(false),
         }
     }
 
@@ -42,11 +43,11 @@ impl Direction {
 
     /// Returns true if the sink was given up, because it accepted nothing for [`CLOSE_STALL`] after the other side had closed.
     pub fn is_given_up(&self) -> bool {
-        self.given_up.get().is_some()
+        self.given_up.load(Ordering::Relaxed)
     }
 
     fn give_up(&self) -> CloseReason {
-        let _ = self.given_up.set(());
+        self.given_up.store(true, Ordering::Relaxed);
         CloseReason::Stalled
     }
 
