@@ -6,6 +6,7 @@ use std::net::SocketAddr;
 use std::process::ExitCode;
 
 use culvert_host::flags::GoDuration;
+use culvert_kit::metrics::Metrics;
 use culvert_server::switch::status::Status;
 use culvert_server::tunnel::Peer;
 use serde::Serialize;
@@ -73,15 +74,7 @@ pub async fn run(options: &Options) -> anyhow::Result<ExitCode> {
     }
     let limit = options.timeout.map_or(TIMEOUT, GoDuration::saturating);
     let (status, metrics) = options.admin.status_and_metrics(limit).await?;
-    let (figures, unreadable) = match metrics {
-        Ok(metrics) => (Figures::read(&metrics), None),
-        Err(why) => (
-            Figures::default(),
-            Some(format!("the metrics cannot be read: {why:#}")),
-        ),
-    };
-    let mut reasons = reasons(&status, &figures, clock());
-    reasons.extend(unreadable);
+    let reasons = all_reasons(&status, metrics, clock());
     if options.json {
         let report = Report {
             verdict: verdict(&reasons),
@@ -96,6 +89,23 @@ pub async fn run(options: &Options) -> anyhow::Result<ExitCode> {
         true => ExitCode::from(NOT_OK),
         false => ExitCode::SUCCESS,
     })
+}
+
+/// Returns the reasons why a server is degraded. Unreadable metrics are a reason, because certificates cannot be judged then.
+fn all_reasons(status: &Status, metrics: anyhow::Result<Metrics>, now: f64) -> Vec<String> {
+    let (figures, unreadable) = match metrics {
+        Ok(metrics) => (Figures::read(&metrics), None),
+        Err(why) => {
+            let text = format!(
+                "the metrics cannot be read: {}",
+                printable(&format!("{why:#}"))
+            );
+            (Figures::default(), Some(text))
+        }
+    };
+    let mut reasons = reasons(status, &figures, now);
+    reasons.extend(unreadable);
+    reasons
 }
 
 /// Formats the status and the reasons of the verdict as text for people. The verdict is the first line.
@@ -309,8 +319,12 @@ openvpn                  healthy              3       1
             problems: Vec::new(),
             unsaved: false,
         };
-        let text = render(&status, &[]);
+        let reasons = all_reasons(&status, Ok(Metrics::default()), 0.0);
+        let text = render(&status, &reasons);
         assert!(text.starts_with("verdict     ok\nmode "), "{text}");
+        let unreadable = Err(anyhow::anyhow!("no answer"));
+        let reasons = all_reasons(&status, unreadable, 0.0);
+        assert_eq!(reasons, ["the metrics cannot be read: no answer"]);
         let rows = text
             .lines()
             .filter(|line| line.contains("ealthy") || line.contains("HEALTH"));
